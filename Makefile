@@ -1,0 +1,38 @@
+# Every target sets itself up: a virtual environment in .venv, installed once from constraints-cpu.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test lint bench clean
+
+help:  ## show this list
+	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"Beamline needs Python 3.11, 3.12 or 3.13, and {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]'
+	@touch $@
+
+setup: $(READY)  ## create .venv and install
+
+quickstart: $(READY)  ## train the starter model for 50 steps and write runs/quickstart/report.html
+	$(BIN)/beamline train recipes/quickstart.yaml checkpoint.resume=latest
+
+test: $(READY)  ## check style and types, then run all tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2 --dist worksteal
+
+lint: $(READY)  ## check style and types
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+bench: $(READY)  ## measure the quickstart: three seeds and a control; results in benchmarks/results
+	$(BIN)/python -m benchmarks.quickstart
+
+clean:  ## remove .venv and what runs left
+	rm -rf $(VENV) runs build

@@ -1,0 +1,1 @@
+"""The mathematics of the update: pure functions that know nothing of engines."""

@@ -1,0 +1,154 @@
+"""The command line. Commands import what they need when they run: ``beamline --help`` answers without torch."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from beamline.errors import BeamlineError
+
+app = typer.Typer(
+    name="beamline",
+    help="Reinforcement learning of mixture-of-experts language models, from a laptop to a cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+starter_app = typer.Typer(help="The small model that comes with the package.", no_args_is_help=True)
+app.add_typer(starter_app, name="starter")
+
+Recipe = Annotated[Path, typer.Argument(help="A recipe: a YAML file such as recipes/quickstart.yaml.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the recipe's: learner.optimizer.lr=1e-5"),
+]
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check configuration, model and data, say what would run, and stop.")
+    ] = False,
+) -> None:
+    """Train a model as a recipe says.
+
+    Everything goes to the recipe's `output` folder: metrics.jsonl, rollouts, report.html, checkpoints, export.
+    Ctrl-C finishes the step, saves, and exits; the same command with `checkpoint.resume=latest` goes on.
+
+    Example: beamline train recipes/quickstart.yaml seed=1 output=runs/seed1
+    """
+    from beamline.config import load_config
+
+    config = load_config(recipe, overrides or [])
+    # Thread pools read these when torch is imported, which is why the import comes after.
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(config.runtime.threads)
+    if dry_run:
+        from beamline.runtime.preview import preview
+
+        Console().print(preview(config))
+        return
+    from beamline.train import train as run
+
+    run(config)
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(help="A run folder, a checkpoint, a Hugging Face model folder, or `starter`.")
+    ],
+    data: Annotated[
+        list[Path] | None, typer.Argument(help="Problem files (JSON Lines); none = the recipe's evaluation sets.")
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="Where settings come from; by default the run's own, else the built-in ones.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting: evaluation.samples_per_problem=32")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write every response, as OUT/<set>.jsonl.")] = None,
+) -> None:
+    """Measure a model's accuracy: avg@k with a 95 % interval over problems, and pass@k.
+
+    The same model, data and seed give the numbers that training gives.
+
+    Example: beamline eval runs/quickstart --set evaluation.samples_per_problem=32
+    """
+    from beamline.runtime.standalone import evaluate_model
+
+    evaluate_model(model, data or [], recipe, set_ or [], out)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    samples: Annotated[int, typer.Option(help="Responses shown of the first and of the last dump.", min=0)] = 8,
+) -> None:
+    """Write RUN/report.html: one page with plots and sample responses, self-contained."""
+    from beamline.report import write_report
+
+    if not (run / "metrics.jsonl").is_file():
+        raise FileNotFoundError(f"{run} is not the folder of a run: it has no metrics.jsonl")
+    Console().print(f"report: {write_report(run, samples)}", highlight=False)
+
+
+@app.command()
+def config(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Print the resolved configuration, with the meaning, bounds and default of every key."""
+    from beamline.config import load_config
+    from beamline.config.describe import describe
+
+    sys.stdout.write(describe(load_config(recipe, overrides or [])))
+
+
+@app.command()
+def export(
+    model: Annotated[Path, typer.Argument(help="A run folder (its newest checkpoint), or a checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+) -> None:
+    """Write a checkpoint as a Hugging Face model folder: config, tokenizer, safetensors."""
+    from beamline.runtime.standalone import export_model
+
+    export_model(model, out)
+    Console().print(f"exported to {out}", highlight=False)
+
+
+@starter_app.command("build")
+def starter_build(
+    out: Annotated[Path, typer.Option(help="The folder to write.")] = Path("build/starter"),
+) -> None:
+    """Train the starter model from its fixed seed: a warm start on worked sums, in about five minutes.
+
+    On the CPU family and versions named in starter.json the result has the hash stored there.
+    """
+    from beamline.starter.build import build_starter
+
+    made = build_starter(out)
+    Console().print(
+        f"starter in {out}: {made['parameters']:,} parameters, {made['sampled_accuracy']:.1%} right, "
+        f"{made['well_formed']:.1%} well formed, sha256 {made['sha256']}, {made['seconds']} s",
+        highlight=False,
+    )
+
+
+def main() -> None:
+    """Run the command line; failures that the user can mend end in their message alone."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except (BeamlineError, OSError) as error:
+        console = Console(stderr=True, soft_wrap=True)
+        console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False)
+        raise SystemExit(error.exit_code if isinstance(error, BeamlineError) else 1) from None
+
+
+if __name__ == "__main__":
+    main()

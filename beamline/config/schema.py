@@ -1,0 +1,274 @@
+"""Every setting of a run, with its meaning, bounds and default. Imports no torch: checks and help cost nothing."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values are immutable, docstrings are the documentation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The model that is trained."""
+
+    path: str = "starter"
+    """A Hugging Face model folder, or `starter`: the small Beam that comes with the package."""
+
+
+class PolicyConfig(Section):
+    """How the trained model is held in memory."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of weights and activations in training; router and log-probabilities are always float32."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    head_chunk_rows: Positive = 2048
+    """Rows of the vocabulary projection computed at a time; `[rows, vocabulary]` is the largest tensor of the head."""
+
+
+class ArithmeticSource(Section):
+    """Problems generated on the fly: sums of several numbers, with an integer answer."""
+
+    source: Literal["arithmetic"] = "arithmetic"
+    problems: Positive = 2048
+    """How many distinct problems to generate."""
+    levels: list[Annotated[int, Field(ge=1, le=5)]] = Field(default=[3], min_length=1)
+    """Difficulties, drawn evenly: 1 = 2 one-digit terms, 2 = 2 x two digits, 3 = 3 x two, 4 = 4 x two,
+    5 = 3 x three."""
+
+
+class FileSource(Section):
+    """Problems read from a JSON Lines file with the columns `question` and `answer` (and optionally `id`)."""
+
+    source: Literal["file"] = "file"
+    path: Path
+    """The file. Rows that cannot be used are left out, counted and listed."""
+
+
+Source = Annotated[ArithmeticSource | FileSource, Field(discriminator="source")]
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+
+
+class DataConfig(Section):
+    """What the policy is trained and measured on."""
+
+    train: Source = ArithmeticSource()
+    """The training problems; passed through in a new random order every epoch."""
+    evaluation: dict[SetName, Source] = Field(default={"arithmetic": ArithmeticSource(problems=256)})
+    """Named evaluation sets; the names become file names. A problem that is also a training problem is an error."""
+
+
+class OverlongConfig(Section):
+    """DAPO's soft penalty on long responses."""
+
+    buffer_tokens: NonNegative = 0
+    """Width of the zone before the limit in which the penalty grows linearly; 0 switches it off."""
+    factor: Annotated[float, Field(ge=0)] = 1.0
+    """Penalty of a response as long as the limit."""
+
+
+class RewardConfig(Section):
+    """How a response becomes a number."""
+
+    grader: Literal["integer"] = "integer"
+    """`integer`: the whole text of the final channel must be the expected integer."""
+    right: float = 1.0
+    """Reward of a correct answer."""
+    wrong: float = -1.0
+    """Reward of a wrong answer, or of none."""
+    overlong: OverlongConfig = OverlongConfig()
+
+
+class RolloutConfig(Section):
+    """How the policy samples in training."""
+
+    engine: Literal["local"] = "local"
+    """`local`: the embedded sampler, in this process, on torch."""
+    max_prompt_tokens: Positive = 64
+    """Longer prompts are left out before training, and counted."""
+    max_response_tokens: Positive = 96
+    """Longer responses are cut; their finish is `length`."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Divides the logits, in the sampler and in the learner alike."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling; must stay 1 in training."""
+    top_k: NonNegative = 0
+    """Keep the k most likely tokens, 0 = all; must stay 0 in training."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Drop tokens less likely than this share of the most likely one; must stay 0 in training."""
+    min_tokens: NonNegative = 0
+    """No stop token before so many others; must stay 0 in training."""
+    slots: Positive = 256
+    """Sequences that decode together; each holds a slot of the cache."""
+    deadline_seconds: Annotated[float, Field(gt=0)] = 1800.0
+    """Longest wait for the next finished response before the run fails."""
+
+
+class OptimizerConfig(Section):
+    """AdamW with linear warm-up, then a constant rate."""
+
+    lr: Annotated[float, Field(ge=0)] = 1e-6
+    """Learning rate after warm-up. 0 trains nothing: the control of an experiment."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """Decay of the first and second moments."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled decay of matrices; norms and biases are not decayed."""
+    warmup_updates: NonNegative = 0
+    """Updates over which the rate rises linearly to `lr`."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """The global gradient norm is clipped to this."""
+
+
+class LearnerConfig(Section):
+    """The engine that trains."""
+
+    engine: Literal["torch"] = "torch"
+    """`torch`: the embedded learner, in this process, on the Hugging Face module."""
+    micro_batch_tokens: Positive = 16384
+    """Most rows of a micro-batch; a longer sequence is a micro-batch of its own. Bounds memory, never the result."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class AlgorithmConfig(Section):
+    """GRPO with DAPO's clip-higher and token-level loss."""
+
+    prompts_per_step: Positive = 32
+    """Problems sampled in a step."""
+    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    """Responses to each problem; they form the group that rewards are compared in."""
+    prompts_per_update: Positive = 32
+    """Problems of one optimizer update (a mini-batch); must divide `prompts_per_step`."""
+    norm_by_std: bool = True
+    """Divide advantages by the group's standard deviation; false is Dr. GRPO."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio of probabilities is clipped below at `1 - clip_low`."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """The ratio of probabilities is clipped above at `1 + clip_high`."""
+    mask_truncated: bool = False
+    """Learn nothing from responses that were cut at the limit."""
+    renormalize_after_mask: bool = False
+    """Take masked tokens out of the denominator of the loss too."""
+
+
+class EvaluationConfig(Section):
+    """How and when accuracy is measured."""
+
+    every: NonNegative = 25
+    """Steps between evaluations; 0 = never. The last step is always evaluated unless this is 0."""
+    before_training: bool = True
+    """Also evaluate the model as it was given."""
+    samples_per_problem: Positive = 8
+    """k of avg@k and pass@k."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Sampling temperature; 0 = most likely token."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling."""
+    top_k: NonNegative = 0
+    """Keep the k most likely tokens; 0 = all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Drop tokens less likely than this share of the most likely one."""
+    max_response_tokens: Positive | None = None
+    """Limit of a response; unset = `rollout.max_response_tokens`."""
+
+
+class CheckpointConfig(Section):
+    """Saving and going on."""
+
+    dir: Path | None = None
+    """Where checkpoints go; unset = `<output>/checkpoints`."""
+    every: NonNegative = 10
+    """Steps between saves; 0 = only at the end."""
+    keep: NonNegative = 2
+    """Newest checkpoints that are kept; 0 = all."""
+    export: bool = True
+    """At the end, also write the model as a Hugging Face folder under `<output>/export/`."""
+    resume: str = "none"
+    """`none` (a run folder that already holds a run is an error), `latest`, or the path of a checkpoint."""
+    allow_other_machine: bool = False
+    """Resume although the CPU family, thread count or library versions differ; the bytes may then differ too."""
+    allow_other_config: bool = False
+    """Resume although settings that shape the result differ from those of the checkpoint."""
+
+
+class ReportConfig(Section):
+    """What a run leaves behind for people."""
+
+    every: NonNegative = 10
+    """Steps between refreshes of `report.html`; 0 = only at the end."""
+    rollouts_every: NonNegative = 1
+    """Steps between dumps of what was sampled, under `rollouts/`; 0 = never."""
+    samples: NonNegative = 8
+    """Responses shown in the report for the first and the last dump."""
+
+
+class RuntimeConfig(Section):
+    """The process itself."""
+
+    threads: Positive = 2
+    """CPU threads of torch. Another number gives other bytes, so it is stored and checked on resume."""
+
+
+class RunConfig(Section):
+    """A run: one recipe file, complete."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run."""
+    output: Path = Path("runs/run")
+    """The folder of the run: configuration, metrics, rollouts, report, checkpoints, export."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of every random stream."""
+    steps: Positive = 50
+    """Training steps."""
+    model: ModelConfig = ModelConfig()
+    policy: PolicyConfig = PolicyConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    learner: LearnerConfig = LearnerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.checkpoint.dir or self.output / "checkpoints"
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates in a step."""
+        return self.algorithm.prompts_per_step // self.algorithm.prompts_per_update
+
+    @model_validator(mode="after")
+    def _pairs_agree(self) -> "RunConfig":
+        algorithm, rollout = self.algorithm, self.rollout
+        if algorithm.prompts_per_step % algorithm.prompts_per_update:
+            raise ValueError(
+                f"algorithm.prompts_per_update={algorithm.prompts_per_update} does not divide "
+                f"algorithm.prompts_per_step={algorithm.prompts_per_step}"
+            )
+        if self.reward.overlong.buffer_tokens >= rollout.max_response_tokens:
+            raise ValueError(
+                f"reward.overlong.buffer_tokens={self.reward.overlong.buffer_tokens} must be smaller than "
+                f"rollout.max_response_tokens={rollout.max_response_tokens}"
+            )
+        for key, neutral in {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}.items():
+            if getattr(rollout, key) != neutral:
+                raise ValueError(
+                    f"rollout.{key}={getattr(rollout, key)} cannot be trained on: the learner would have to know which "
+                    f"tokens were allowed; use rollout.{key}={neutral} (evaluation.{key} is free)"
+                )
+        if self.reward.wrong >= self.reward.right:
+            raise ValueError(f"reward.wrong={self.reward.wrong} must be smaller than reward.right={self.reward.right}")
+        return self

@@ -1,0 +1,150 @@
+"""Problem sets: generated or read from a file, with every exclusion counted and explained."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from beamline.config.schema import ArithmeticSource, FileSource
+from beamline.errors import BeamlineError
+from beamline.records import Message, Problem
+from beamline.tasks import arithmetic
+from beamline.tasks.grading import is_integer
+
+
+class DataError(BeamlineError, ValueError):
+    """A problem set that cannot be used, with the file and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    """A row or problem that was left out: where (a line number or an id), and why."""
+
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemSet:
+    """The problems of one set, and what was left out of it."""
+
+    name: str
+    problems: tuple[Problem, ...]
+    excluded: tuple[Excluded, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+
+def load(name: str, source: ArithmeticSource | FileSource, seed: int, pool: arithmetic.Pool) -> ProblemSet:
+    """Make or read a problem set.
+
+    Raises:
+        DataError: the file cannot be read, no row of it can be used, or fewer problems exist than were asked for.
+    """
+    if isinstance(source, FileSource):
+        return _from_file(name, source.path)
+    # Evaluation problems do not depend on the run's seed: runs are compared on the same ones.
+    try:
+        problems = arithmetic.generate(0 if pool == "eval" else seed, pool, source.problems, source.levels)
+    except ValueError as error:
+        raise DataError(f"data set {name!r}: {error}") from error
+    return ProblemSet(name, tuple(problems))
+
+
+def within_limit(problems: ProblemSet, tokens: Callable[[Problem], int], limit: int) -> ProblemSet:
+    """Leave out the problems whose prompt has more than ``limit`` tokens.
+
+    Raises:
+        DataError: no problem is left.
+    """
+    lengths = [tokens(problem) for problem in problems.problems]
+    fitting = tuple(p for p, n in zip(problems.problems, lengths, strict=True) if n <= limit)
+    long = tuple(
+        Excluded(problem.id, f"prompt of {n} tokens; rollout.max_prompt_tokens is {limit}")
+        for problem, n in zip(problems.problems, lengths, strict=True)
+        if n > limit
+    )
+    if not fitting:
+        raise DataError(
+            f"data set {problems.name!r}: every one of {len(lengths)} prompts is longer than rollout.max_prompt_tokens="
+            f"{limit} (shortest: {min(lengths)}); raise the limit"
+        )
+    return ProblemSet(problems.name, fitting, problems.excluded + long)
+
+
+def check_disjoint(train: ProblemSet, evaluation: ProblemSet) -> None:
+    """Make sure that no evaluation problem is trained on; texts are compared without case and spacing.
+
+    Raises:
+        DataError: they overlap.
+    """
+    trained = {_normalized(problem.text): problem.id for problem in train.problems}
+    shared = [p for p in evaluation.problems if _normalized(p.text) in trained]
+    if shared:
+        first = shared[0]
+        raise DataError(
+            f"{len(shared)} of {len(evaluation)} problems of evaluation set {evaluation.name!r} are also trained on, "
+            f"first {first.id!r} (training problem {trained[_normalized(first.text)]!r}): {first.text[:80]!r}; "
+            "remove them from one of the two"
+        )
+
+
+def _normalized(text: str) -> str:
+    return re.sub(r"\s+", "", text).casefold()
+
+
+class _UnusableError(Exception):
+    """Why a row is left out."""
+
+
+def _from_file(name: str, path: Path) -> ProblemSet:
+    by_id: dict[str, Problem] = {}
+    by_text: dict[str, Problem] = {}
+    excluded: list[Excluded] = []
+    for number, line in _lines(path):
+        try:
+            problem = _parse(line, f"{path.stem}:{number}", name)
+            if problem.id in by_id:
+                raise _UnusableError(f"id {problem.id!r} was used before")
+            same = by_text.setdefault(_normalized(problem.text), problem)
+            if same is not problem:
+                raise _UnusableError(f"the same question as {same.id!r}")
+            by_id[problem.id] = problem
+        except _UnusableError as reason:
+            excluded.append(Excluded(f"line {number}", str(reason)))
+    if not by_id:
+        detail = f"; {excluded[0].where}: {excluded[0].reason}" if excluded else " (the file is empty)"
+        raise DataError(f"{path} has no usable row{detail}")
+    return ProblemSet(name, tuple(by_id.values()), tuple(excluded))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _parse(line: bytes, default_id: str, source: str) -> Problem:
+    try:
+        row: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _UnusableError(f"not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise _UnusableError(f"a {type(row).__name__}, not an object with 'question' and 'answer'")
+    question, answer, identity = row.get("question"), row.get("answer"), row.get("id", default_id)
+    if not isinstance(question, str) or not question.strip():
+        raise _UnusableError(f"'question' must be text, not {question!r}")
+    text = str(answer).strip() if isinstance(answer, str | int) and not isinstance(answer, bool) else ""
+    if not is_integer(text):
+        raise _UnusableError(f"'answer' must be an integer, not {answer!r}")
+    if not isinstance(identity, str | int):
+        raise _UnusableError(f"'id' must be text or a number, not {identity!r}")
+    extra = {key: value for key, value in row.items() if key not in ("id", "question", "answer")}
+    return Problem(str(identity), (Message("user", question),), text, source, extra)

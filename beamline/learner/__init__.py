@@ -1,0 +1,1 @@
+"""Training the policy: the protocol, and the engines that satisfy it."""

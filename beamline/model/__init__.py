@@ -1,0 +1,1 @@
+"""Facts of model families, without torch: tensors, shapes, shards."""

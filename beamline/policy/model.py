@@ -1,0 +1,120 @@
+"""Loading, running and writing the Hugging Face module."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import BeamConfig, BeamForCausalLM
+
+from beamline.checkpoint import ShardReader
+from beamline.model.beam import BeamShape, ModelError, tensors
+from beamline.model.layout import DType, TensorSlice
+from beamline.policy import attention
+from beamline.policy.weights import DTYPE_NAMES, TORCH_DTYPES, named_tensors
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def build(config: BeamConfig, dtype: DType) -> nn.Module:
+    """A Beam module with packed attention, in ``dtype`` but for the router, which stays float32."""
+    module = cast(nn.Module, BeamForCausalLM._from_config(config, attn_implementation=attention.NAME))
+    for name, parameter in module.named_parameters():
+        if not name.endswith(".mlp.gate.weight"):
+            parameter.data = parameter.data.to(TORCH_DTYPES[dtype])
+    return module
+
+
+def load(folder: Path, dtype: DType) -> nn.Module:
+    """Read a Beam model folder (safetensors, one file or sharded with an index), cast to ``dtype``.
+
+    Raises:
+        ModelError: a file is missing or corrupt, a tensor is missing, unknown, misshapen or not finite.
+    """
+    shape = BeamShape.from_folder(folder)
+    module = build(BeamConfig.from_pretrained(folder), dtype)
+    own = named_tensors(module)
+    expected = {spec.name: spec.shape for spec in tensors(shape)}
+    if {name: tuple(tensor.shape) for name, tensor in own.items()} != expected:
+        raise ModelError(f"{folder}: the module of transformers and our table of Beam's tensors disagree")
+    seen: set[str] = set()
+    for path in _weight_files(folder):
+        seen |= _read_file(path, own)
+    missing = sorted(own.keys() - seen)
+    if missing:
+        raise ModelError(f"{folder} lacks {len(missing)} of {len(own)} tensors, first {missing[0]}")
+    return module
+
+
+def restore(module: nn.Module, reader: ShardReader) -> None:
+    """Fill a module with the weights of a checkpoint, whatever layout saved it.
+
+    Raises:
+        CheckpointError: a tensor is missing, misshapen or of another type.
+    """
+    for name, tensor in named_tensors(module).items():
+        whole = TensorSlice.whole(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+        tensor.copy_(torch.from_numpy(reader.read("policy", whole)).view(tensor.dtype))
+
+
+def save(module: nn.Module, folder: Path, dtype: DType) -> None:
+    """Write ``config.json`` and ``model.safetensors`` under checkpoint names; the router is written in float32."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = cast(Any, module).config
+    shape = BeamShape.from_config(config.to_dict())
+    own = named_tensors(module)
+    stored = {spec.name: own[spec.name].to(TORCH_DTYPES[spec.dtype]).contiguous() for spec in tensors(shape, dtype)}
+    save_file(stored, str(folder / _SINGLE), metadata={"format": "pt"})
+    saved = {k: v for k, v in config.to_dict().items() if not k.startswith("_")} | {"dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
+
+
+def hidden_states(module: nn.Module, input_ids_N: Tensor, position_ids_N: Tensor, packing: attention.Packing) -> Tensor:
+    """Last hidden states ``[N, D]`` (after the final norm) of packed sequences."""
+    output = cast(Any, module).model(
+        input_ids=input_ids_N[None],
+        position_ids=position_ids_N[None],
+        # A mapping goes to the layers as it is: the packing, not a mask, says who sees whom.
+        attention_mask={"full_attention": None, "sliding_attention": None},
+        use_cache=False,
+        packing=packing,
+    )
+    return cast(Tensor, output.last_hidden_state.squeeze(0))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            raise ModelError(f"{index} is not an index of safetensors: {error!r}") from error
+        return [folder / name for name in names]
+    return [folder / _SINGLE]
+
+
+def _read_file(path: Path, own: dict[str, Tensor]) -> set[str]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            names = set(file.keys())
+            for name in names:
+                _copy(path, name, file.get_tensor(name), own)
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing") from None
+    except SafetensorError as error:
+        raise ModelError(f"{path} is corrupt: {error}; copy the model again") from error
+    return names
+
+
+def _copy(path: Path, name: str, tensor: Tensor, own: dict[str, Tensor]) -> None:
+    if name not in own:
+        raise ModelError(f"{path} holds {name}, which this model does not have")
+    if tensor.shape != own[name].shape:
+        raise ModelError(f"{path}: {name} has shape {tuple(tensor.shape)}, expected {tuple(own[name].shape)}")
+    if not bool(torch.isfinite(tensor).all()):
+        raise ModelError(f"{path}: {name} holds values that are not finite")
+    own[name].copy_(tensor)

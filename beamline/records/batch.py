@@ -1,0 +1,77 @@
+"""What a learner packs for itself: sequences end to end, nothing padded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from beamline.records.rollout import Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """A rollout to learn from. ``trained=False`` keeps it in no loss and no denominator (ungraded, filtered)."""
+
+    rollout: Rollout
+    advantage: float
+    trained: bool = True
+
+    @property
+    def rows(self) -> int:
+        """Rows that the sequence takes in a packed batch: one for each predicted token."""
+        return len(self.rollout.token_ids) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Packed sequences; every per-token array is indexed by the row that *predicts* the token.
+
+    A sequence of S tokens gives S - 1 rows: ``input_ids = ids[:-1]`` and ``target_ids = ids[1:]``. Positions restart
+    at 0 in each sequence, and rows ``cu_seqlens_B1[b]:cu_seqlens_B1[b + 1]`` belong to sequence b.
+    """
+
+    input_ids_N: NDArray[np.int64]
+    target_ids_N: NDArray[np.int64]
+    position_ids_N: NDArray[np.int64]
+    cu_seqlens_B1: NDArray[np.int64]
+    loss_mask_N: NDArray[np.bool_]
+    advantages_N: NDArray[np.float32]
+    sampler_logprobs_N: NDArray[np.float32]
+    temperature_B: NDArray[np.float32]
+    routes_NLK: NDArray[np.unsignedinteger] | None
+
+    @property
+    def rows(self) -> int:
+        """Number of packed rows, ``N``."""
+        return len(self.input_ids_N)
+
+
+def pack(experiences: Sequence[Experience]) -> Batch:
+    """Pack sequences end to end, in the order given.
+
+    Raises:
+        ValueError: nothing to pack, a sequence of fewer than two tokens, or routes in only some of the sequences.
+    """
+    if not experiences:
+        raise ValueError("pack: no sequence was given")
+    rollouts = [experience.rollout for experience in experiences]
+    for rollout in rollouts:
+        if len(rollout.token_ids) < 2:
+            raise ValueError(f"pack: {rollout.key} has {len(rollout.token_ids)} tokens; at least 2 give a row")
+    with_routes = [rollout.routes for rollout in rollouts if rollout.routes is not None]
+    if with_routes and len(with_routes) != len(rollouts):
+        raise ValueError(f"pack: {len(with_routes)} of {len(rollouts)} sequences have routes; all or none must")
+    rows_B = np.array([experience.rows for experience in experiences])
+    masks = [e.rollout.policy_mask[1:] & e.trained for e in experiences]
+    return Batch(
+        input_ids_N=np.concatenate([r.token_ids[:-1] for r in rollouts]).astype(np.int64),
+        target_ids_N=np.concatenate([r.token_ids[1:] for r in rollouts]).astype(np.int64),
+        position_ids_N=np.concatenate([np.arange(n, dtype=np.int64) for n in rows_B]),
+        cu_seqlens_B1=np.concatenate([[0], np.cumsum(rows_B)]).astype(np.int64),
+        loss_mask_N=np.concatenate(masks),
+        advantages_N=np.repeat(np.array([e.advantage for e in experiences], dtype=np.float32), rows_B),
+        sampler_logprobs_N=np.concatenate([r.logprobs[1:] for r in rollouts]),
+        temperature_B=np.array([r.temperature for r in rollouts], dtype=np.float32),
+        routes_NLK=np.concatenate(with_routes) if with_routes else None,
+    )

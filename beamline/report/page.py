@@ -1,0 +1,80 @@
+"""``report.html``: one file that shows a run, opens offline and asks nothing of the network."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jinja2
+import yaml
+from plotly.offline import get_plotlyjs
+
+from beamline.checkpoint.files import write_atomic
+from beamline.report.figures import figures
+from beamline.report.metrics import read_metrics
+from beamline.report.rollouts import find_rollouts, read_rollouts
+from beamline.report.summary import Sample, cautions, choose_samples, headlines
+
+_ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dump:
+    """What is shown of one rollout dump."""
+
+    step: int
+    rows: int
+    samples: list[Sample]
+
+
+def write_report(run: Path, samples: int) -> Path:
+    """Write ``<run>/report.html`` from what the run has on disk so far, and return its path.
+
+    ``samples`` responses are shown of the first and of the last rollout dump. What the run has not recorded yet is
+    named on the page as missing.
+
+    Raises:
+        FileNotFoundError: ``run`` is not a folder.
+        ValueError: the metrics or a rollout dump are damaged.
+        yaml.YAMLError: the configuration is damaged.
+    """
+    if not run.is_dir():
+        raise FileNotFoundError(f"report: {run} is not the folder of a run")
+    path = run / "report.html"
+    write_atomic(path, [_render(run, samples).encode()])
+    return path
+
+
+def _render(run: Path, samples: int) -> str:
+    metrics, config = run / "metrics.jsonl", run / "config.yaml"
+    lines = read_metrics(metrics) if metrics.exists() else []
+    config_text = config.read_text(encoding="utf-8") if config.exists() else ""
+    settings = yaml.safe_load(config_text) or {}
+    plots = figures(lines) if lines else []
+    return _ENVIRONMENT.get_template("report.html.j2").render(
+        name=settings.get("name", run.resolve().name),
+        model=settings.get("model", {}).get("path", ""),
+        lines=len(lines),
+        headlines=headlines(lines, settings.get("steps")) if lines else [],
+        cautions=cautions(lines) if lines else [],
+        figures=plots,
+        figure_data=[asdict(plot) for plot in plots if plot.traces],
+        dumps=_dumps(run, samples),
+        config=config_text,
+        plotly=get_plotlyjs(),
+    )
+
+
+def _dumps(run: Path, samples: int) -> list[_Dump]:
+    """Samples of the first and the last dump: none, one or two."""
+    paths = find_rollouts(run)
+    chosen = []
+    for path in dict.fromkeys(paths[:1] + paths[-1:]):
+        rows = read_rollouts(path)
+        if rows:
+            chosen.append(_Dump(rows[0]["step"], len(rows), choose_samples(rows, samples)))
+    return chosen

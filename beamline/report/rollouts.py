@@ -1,0 +1,84 @@
+"""Dumps of what was sampled: ``<run>/rollouts/step_000012.jsonl.zst``, one JSON object a sample."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TypedDict, cast
+
+import zstandard
+
+from beamline.checkpoint.files import write_atomic
+from beamline.records import Finish, GradeStatus
+
+_LEVEL = 3
+
+
+class RolloutRow(TypedDict):
+    """One sample.
+
+    ``response`` is the text with its control tokens; ``tokens`` and ``logprob_mean`` are over what the policy chose.
+    ``reward`` is the sum of ``parts``, and means something only when ``status`` is ``graded``.
+    """
+
+    step: int
+    problem: str
+    sample: int
+    question: str
+    answer: str
+    response: str
+    parsed: str | None
+    correct: bool
+    reward: float
+    parts: dict[str, float]
+    status: GradeStatus
+    finish: Finish
+    tokens: int
+    logprob_mean: float
+
+
+def rollouts_path(run: Path, step: int) -> Path:
+    """Where the dump of a step lies."""
+    return run / "rollouts" / f"step_{step:06d}.jsonl.zst"
+
+
+def find_rollouts(run: Path) -> list[Path]:
+    """The dumps of a run, by step."""
+    return sorted((run / "rollouts").glob("step_*.jsonl.zst"), key=lambda path: int(path.name[5:].split(".")[0]))
+
+
+def write_rollouts(path: Path, rows: Iterable[RolloutRow]) -> None:
+    """Write a dump, whole or not at all, and its folder where there is none. The same rows give the same bytes.
+
+    Raises:
+        ValueError: a number is not finite.
+    """
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, _compressed(rows))
+
+
+def read_rollouts(path: Path) -> list[RolloutRow]:
+    """The rows of a dump.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged.
+    """
+    decompressor = zstandard.ZstdDecompressor().decompressobj()
+    try:
+        data = decompressor.decompress(path.read_bytes())
+    except zstandard.ZstdError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not decompressor.eof:
+        raise ValueError(f"{path} is damaged: it ends before its last row")
+    return [cast(RolloutRow, json.loads(line)) for line in data.splitlines()]
+
+
+def _compressed(rows: Iterable[RolloutRow]) -> Iterator[bytes]:
+    compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compressobj()
+    for row in rows:
+        try:
+            line = json.dumps(row, allow_nan=False)
+        except ValueError as error:
+            raise ValueError(f"rollout of problem {row['problem']!r}, sample {row['sample']}: {error}") from error
+        yield compressor.compress(line.encode() + b"\n")
+    yield compressor.flush()

@@ -1,0 +1,1 @@
+"""Sampling from the policy: the protocol, and the engines that satisfy it."""

@@ -1,0 +1,5 @@
+"""The embedded sampler: torch, in this process, continuous batching over preallocated cache slots."""
+
+from beamline.rollout.local.sampler import LocalSampler
+
+__all__ = ["LocalSampler"]

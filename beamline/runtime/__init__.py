@@ -1,0 +1,1 @@
+"""Where things run: the process, its threads, its determinism, its signals."""

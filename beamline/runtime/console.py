@@ -1,0 +1,94 @@
+"""What a run shows while it works: one line a step that stays, and bars for the phase at hand."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+_SHOWN = (
+    ("train/reward_mean", "reward", "+.3f"),
+    ("train/accuracy", "right", ".1%"),
+    ("train/response_tokens_mean", "length", ".1f"),
+    ("policy/entropy", "entropy", ".3f"),
+    ("mismatch/logprob_abs_diff_mean", "mismatch", ".1e"),
+    ("policy/grad_norm", "grad", ".2f"),
+    ("timing/sampling_tokens_per_s", "sample tok/s", ",.0f"),
+    ("timing/training_tokens_per_s", "train tok/s", ",.0f"),
+    ("timing/step", "s", ".1f"),
+)
+
+
+class PhaseBar:
+    """A bar over the items of a phase that shows tokens a second."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task, self._tokens = progress, task, 0
+
+    def advance(self, tokens: int) -> None:
+        """One more item of so many tokens is done."""
+        self._tokens += tokens
+        elapsed = self._progress.tasks[self._progress.task_ids.index(self._task)].elapsed or 0.0
+        rate = f"{self._tokens / elapsed:,.0f} tok/s" if elapsed > 0.1 else ""
+        self._progress.update(self._task, advance=1, rate=rate)
+
+
+class RunConsole:
+    """Progress of a run on the terminal; where there is none, only the lines that stay are printed."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        self._steps = steps
+        self.console = Console(soft_wrap=True)
+        self._progress = Progress(
+            TextColumn("{task.description:<10}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self._run = self._progress.add_task("run", total=steps - done, rate="steps")
+
+    def __enter__(self) -> "RunConsole":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    @contextmanager
+    def phase(self, name: str, items: int) -> Iterator[PhaseBar]:
+        """A bar over the items of one phase, gone when it ends."""
+        task = self._progress.add_task(name, total=items, rate="")
+        try:
+            yield PhaseBar(self._progress, task)
+        finally:
+            self._progress.remove_task(task)
+
+    def print(self, text: str) -> None:
+        """A line that stays, above the bars."""
+        self.console.print(text, highlight=False)
+
+    def step_line(self, line: Mapping[str, float]) -> None:
+        """Print what a step came to, and advance the bar of the run."""
+        parts = [f"step {line['step']:>{len(str(self._steps))}}/{self._steps}"]
+        for key, label, form in _SHOWN:
+            if key in line:
+                parts.append(f"{label} {line[key]:{form}}")
+        accuracies = [key.removesuffix("_low") for key in line if key.startswith("eval/") and key.endswith("_low")]
+        parts += [f"{key} {line[key]:.1%} [{line[key + '_low']:.1%}, {line[key + '_high']:.1%}]" for key in accuracies]
+        self.print("  ".join(parts))
+        if line["step"]:
+            self._progress.advance(self._run)

@@ -1,0 +1,25 @@
+"""Same seed, same bytes: what must be equal for that, and switching it on."""
+
+import platform
+from pathlib import Path
+
+import torch
+
+
+def make_deterministic(threads: int) -> None:
+    """Fix the thread count and forbid algorithms whose result depends on timing."""
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+
+
+def cpu_family() -> str:
+    """Vendor, family, model and widest vector unit: CPUs that share these give the same bytes."""
+    fields: dict[str, str] = {}
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    identity = [fields.get(name, "") for name in ("vendor_id", "cpu family", "model")]
+    known = " ".join(part for part in identity if part) or platform.processor() or platform.machine()
+    return f"{known} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,97 @@
+"""Building the model, the two engines and their channel for a run, all in this process."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from beamline.chat import BeamChat
+from beamline.config.schema import RunConfig
+from beamline.learner.learner import Learner
+from beamline.learner.torch import TorchLearner
+from beamline.model.beam import BeamShape, ModelError
+from beamline.model.layout import DType
+from beamline.policy import model
+from beamline.policy.weights import module_layout, named_tensors
+from beamline.rollout.local import LocalSampler
+from beamline.rollout.sampler import Sampler
+from beamline.starter import STARTER
+from beamline.transfer.local import LocalChannel
+from beamline.transfer.plan import TransferPlan, plan
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The two halves of a run and the plan that joins them."""
+
+    learner: Learner[Any]
+    sampler: Sampler
+    plan: TransferPlan
+
+    def sync(self, version: int) -> None:
+        """Give the sampler the learner's weights."""
+        self.learner.send(self.plan)
+        self.sampler.receive(self.plan, version, unfinished="abort")
+
+
+def model_folder(config: RunConfig) -> Path:
+    """The folder that ``model.path`` names."""
+    return STARTER if config.model.path == "starter" else Path(config.model.path).expanduser()
+
+
+def positions(config: RunConfig) -> int:
+    """Tokens of the longest sequence that a run can sample."""
+    evaluation = config.evaluation.max_response_tokens or config.rollout.max_response_tokens
+    return config.rollout.max_prompt_tokens + max(config.rollout.max_response_tokens, evaluation)
+
+
+def check_model(config: RunConfig) -> BeamShape:
+    """Read the model's shape and hold the run's limits against it, before anything is loaded.
+
+    Raises:
+        ModelError: the folder is unusable, or a sequence of the run would not fit into the model's context.
+    """
+    shape = BeamShape.from_folder(model_folder(config))
+    if positions(config) > shape.max_position_embeddings:
+        raise ModelError(
+            f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and the longest response add up to "
+            f"{positions(config)} tokens, but the context of {config.model.path} is {shape.max_position_embeddings}"
+        )
+    return shape
+
+
+def load_module(config: RunConfig) -> nn.Module:
+    """The model of a run as a torch module."""
+    return model.load(model_folder(config), config.policy.dtype)
+
+
+def build(config: RunConfig) -> tuple[Engines, BeamChat]:
+    """Load the model and build both engines.
+
+    Raises:
+        ModelError: the model folder cannot be used.
+    """
+    shape = check_model(config)
+    chat = BeamChat(model_folder(config))
+    module, channel = load_module(config), LocalChannel()
+    learner = TorchLearner(module, config.policy, config.learner, channel)
+    sampler = local_sampler(config, shape, module, channel)
+    return Engines(learner, sampler, plan(learner.layout("full"), sampler.layout("full"))), chat
+
+
+def sampler_of(config: RunConfig, module: nn.Module, version: int) -> Sampler:
+    """A sampler alone, with a module's weights: for evaluation without training."""
+    channel = LocalChannel()
+    sampler = local_sampler(config, check_model(config), module, channel)
+    weights = plan(module_layout(module), sampler.layout("full"))
+    channel.send(weights, named_tensors(module))
+    sampler.receive(weights, version, unfinished="abort")
+    return sampler
+
+
+def local_sampler(config: RunConfig, shape: BeamShape, module: nn.Module, channel: LocalChannel) -> LocalSampler:
+    """The embedded sampler for a run."""
+    dtype: DType = config.policy.dtype
+    theta = cast(Any, module).config.rope_parameters["sliding_attention"]["rope_theta"]
+    return LocalSampler(shape, dtype, theta, config.rollout.slots, positions(config), config.seed, channel)

@@ -1,0 +1,57 @@
+"""What a run would do, found out without doing it."""
+
+from beamline.chat import BeamChat
+from beamline.checkpoint import CheckpointStore
+from beamline.config.schema import RunConfig
+from beamline.model.beam import BeamShape, tensors
+from beamline.runtime.engines import check_model, model_folder, positions
+from beamline.runtime.session import Data, load_data, resume_from
+
+
+def preview(config: RunConfig) -> str:
+    """Check configuration, model, data and the run's folder, and describe the run.
+
+    Raises:
+        ModelError, DataError, ResumeError: what training would have met.
+    """
+    checkpoint = resume_from(config, CheckpointStore(config.checkpoint_dir, config.checkpoint.keep))
+    shape = check_model(config)
+    data = load_data(config, BeamChat(model_folder(config)))
+    algorithm = config.algorithm
+    samples = algorithm.prompts_per_step * algorithm.samples_per_prompt
+    per_step = config.updates_per_step
+    lines = [
+        f"run         {config.name} in {config.output}, seed {config.seed}",
+        f"begins      {'at the first step' if checkpoint is None else f'from {checkpoint}'}",
+        f"model       {config.model.path}: {_parameters(shape):,} parameters in {shape.num_hidden_layers} layers, "
+        f"{len(shape.moe_layers)} of them with {shape.num_experts} experts, top {shape.num_experts_per_tok}",
+        f"steps       {config.steps}, each {algorithm.prompts_per_step} problems x {algorithm.samples_per_prompt} "
+        f"samples = {samples} responses and {per_step} update{'s' if per_step > 1 else ''}",
+        f"sequences   up to {positions(config)} tokens, {config.rollout.slots} at a time",
+        *_data_lines(data, config),
+    ]
+    return "\n".join(lines)
+
+
+def _parameters(shape: BeamShape) -> int:
+    total = 0
+    for spec in tensors(shape):
+        size = 1
+        for n in spec.shape:
+            size *= n
+        total += size
+    return total
+
+
+def _data_lines(data: Data, config: RunConfig) -> list[str]:
+    passes = config.steps * config.algorithm.prompts_per_step / len(data.train)
+    lines = [f"training    {len(data.train)} problems, passed through {passes:.2f} times"]
+    lines += [
+        f"evaluation  {name}: {len(problems)} problems x {config.evaluation.samples_per_problem} samples"
+        for name, problems in data.evaluation.items()
+    ]
+    for problems in (data.train, *data.evaluation.values()):
+        lines += [f"left out    {problems.name}, {e.where}: {e.reason}" for e in problems.excluded[:5]]
+        if len(problems.excluded) > 5:
+            lines.append(f"left out    {problems.name}: {len(problems.excluded) - 5} more")
+    return lines

@@ -1,0 +1,220 @@
+"""Building the starter: a warm start on worked sums from a fixed seed, short enough to leave much to learn.
+
+The data are clean and training is short, so that reinforcement learning can go beyond what the model does when
+it always takes its most likely token.
+"""
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import transformers
+from rich.progress import Progress
+from torch import Tensor, nn
+from transformers import BeamConfig
+
+from beamline.chat import BeamChat
+from beamline.model.beam import BeamShape
+from beamline.policy import attention, head, model
+from beamline.policy.weights import module_layout, named_tensors
+from beamline.records import Key, Problem, Request, SamplingParams
+from beamline.records.random import stream
+from beamline.rollout.local import LocalSampler
+from beamline.runtime.determinism import cpu_family, make_deterministic
+from beamline.starter.tokenizer import VOCAB_SIZE, write_tokenizer
+from beamline.tasks.arithmetic import generate, worked_steps
+from beamline.transfer.local import LocalChannel
+from beamline.transfer.plan import plan
+
+_RESPONSE_LIMIT = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Warmup:
+    """The numbers of the warm start."""
+
+    seed: int = 1
+    level: int = 3
+    lr: float = 3e-3
+    batch: int = 64
+    steps: int = 240
+    check_every: int = 20
+    check_problems: int = 512
+    bias_rate: float = 1e-3
+    threads: int = 2
+
+
+def beam_config() -> BeamConfig:
+    """One dense and six MoE layers, 1.5 M parameters; widths stay multiples of 32 when cut over two ranks."""
+    full = {2, 5, 6}
+    return BeamConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=32,
+        max_position_embeddings=1024,
+        moe_intermediate_size=64,
+        num_experts=16,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        layer_types=["full_attention" if i in full else "sliding_attention" for i in range(7)],
+        mlp_layer_types=["dense"] + ["sparse"] * 6,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": None,
+        },
+    )
+
+
+def build_starter(folder: Path, warmup: Warmup | None = None) -> dict[str, Any]:
+    """Train the starter and write it to ``folder`` with ``starter.json``: how it was made, and its hash.
+
+    Bit-identical on one CPU family with one set of versions.
+    """
+    warmup = warmup or Warmup()
+    make_deterministic(warmup.threads)
+    torch.manual_seed(warmup.seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(folder)
+    chat = BeamChat(folder)
+    module = model.build(beam_config(), "float32")
+    with torch.no_grad():
+        cast(Any, module).model.embed_tokens.weight.normal_(0.0, 1.0)  # learns much faster than with 0.02
+    started = time.monotonic()
+    accuracy, well_formed = _train(module, chat, warmup)
+    model.save(module, folder, "bfloat16")
+    record = {
+        "sha256": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest(),
+        "warmup": asdict(warmup),
+        "sampled_accuracy": accuracy,
+        "well_formed": well_formed,
+        "parameters": sum(t.numel() for t in named_tensors(module).values()),
+        "cpu": cpu_family(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    (folder / "starter.json").write_text(json.dumps(record, indent=2) + "\n")
+    return record | {"seconds": round(time.monotonic() - started)}
+
+
+def _train(module: nn.Module, chat: BeamChat, warmup: Warmup) -> tuple[float, float]:
+    """Train with a rate that falls linearly to 0; returns sampled accuracy and share of well-formed responses."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=warmup.lr, weight_decay=0.01)
+    batches = _batches(chat, warmup)
+    held_out = generate(warmup.seed, "warmup", warmup.check_problems, [warmup.level])
+    with _BalancedExperts(module, warmup.bias_rate) as balance, Progress() as progress:
+        task = progress.add_task("warm start", total=warmup.steps)
+        for step in range(1, warmup.steps + 1):
+            loss = _loss(module, *next(batches))
+            loss.backward()
+            optimizer.param_groups[0]["lr"] = warmup.lr * (1 - (step - 1) / warmup.steps)
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            balance.update()
+            if step % warmup.check_every == 0:
+                accuracy, well_formed = sampled_accuracy(module, chat, held_out, warmup.seed)
+                progress.console.print(
+                    f"step {step}: loss {loss.item():.3f}, sampled {accuracy:.1%}, well formed {well_formed:.1%}"
+                )
+            progress.update(task, advance=1)
+    return sampled_accuracy(module, chat, held_out, warmup.seed)
+
+
+def _batches(chat: BeamChat, warmup: Warmup) -> Iterator[list[tuple[list[int], int]]]:
+    """Endless batches of (token ids, prompt length), none of them a problem that is held out for the checks."""
+    problems = generate(warmup.seed, "warmup", warmup.check_problems + 60_000, [warmup.level])[warmup.check_problems :]
+    examples = [_example(chat, problem) for problem in problems]
+    rng = np.random.Generator(stream(warmup.seed, "warmup order"))
+    while True:
+        order = rng.permutation(len(examples))
+        for start in range(0, len(order) - warmup.batch + 1, warmup.batch):
+            yield [examples[i] for i in order[start : start + warmup.batch]]
+
+
+def _example(chat: BeamChat, problem: Problem) -> tuple[list[int], int]:
+    prompt = chat.prompt_ids(problem.messages).tolist()
+    response = (
+        f"<|channel|>analysis<|message|>{worked_steps(problem.extra['terms'])}<|end|><|start|>assistant"
+        f"<|channel|>final<|message|>{problem.answer}<|return|>"
+    )
+    return prompt + chat.encode(response), len(prompt)
+
+
+def _loss(module: nn.Module, *examples: tuple[list[int], int]) -> Tensor:
+    """Mean cross-entropy of the response tokens."""
+    rows = [len(ids) - 1 for ids, _ in examples]
+    borders = np.concatenate([[0], np.cumsum(rows)]).tolist()
+    inputs = torch.tensor([i for ids, _ in examples for i in ids[:-1]])
+    targets = torch.tensor([i for ids, _ in examples for i in ids[1:]])
+    positions = torch.cat([torch.arange(n) for n in rows])
+    trained = torch.cat([torch.arange(n) >= prompt - 1 for n, (_, prompt) in zip(rows, examples, strict=True)])
+    hidden = model.hidden_states(module, inputs, positions, attention.Packing.of(borders))[trained]
+    cap = cast(Any, module).config.final_logit_softcapping
+    weight = cast(Tensor, cast(Any, module).lm_head.weight)
+    logprobs, _ = head.head_logprobs(hidden, weight, targets[trained], torch.ones(len(hidden)), cap, len(hidden))
+    return -logprobs.mean()
+
+
+class _BalancedExperts:
+    """Loss-free balancing: after each step an expert's selection bias moves against its load (arXiv 2408.15664)."""
+
+    def __init__(self, module: nn.Module, rate: float) -> None:
+        self._rate = rate
+        self._gates = [layer.mlp.gate for layer in cast(Any, module).model.layers if hasattr(layer.mlp, "gate")]
+        self._loads: dict[nn.Module, Tensor] = {}
+
+    def __enter__(self) -> "_BalancedExperts":
+        self._hooks = [gate.register_forward_hook(self._record) for gate in self._gates]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _record(self, gate: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        experts = cast(Any, gate).num_experts
+        self._loads[gate] = torch.bincount(output[2].flatten(), minlength=experts).float()
+
+    def update(self) -> None:
+        for gate in self._gates:
+            load = self._loads[gate]
+            cast(Any, gate).e_score_correction_bias.add_(self._rate * torch.sign(load.mean() - load))
+
+
+def sampled_accuracy(module: nn.Module, chat: BeamChat, problems: list[Problem], seed: int) -> tuple[float, float]:
+    """Share of right answers, and of well-formed responses, of one sample a problem at temperature 1."""
+    config = cast(Any, module).config
+    channel = LocalChannel()
+    theta = config.rope_parameters["sliding_attention"]["rope_theta"]
+    shape = BeamShape.from_config(config.to_dict())
+    sampler = LocalSampler(shape, "float32", theta, 256, 64 + _RESPONSE_LIMIT, seed, channel)
+    weights = plan(module_layout(module), sampler.layout("full"))
+    channel.send(weights, named_tensors(module))
+    sampler.receive(weights, 0, "keep")
+    params = SamplingParams(_RESPONSE_LIMIT, stop_ids=chat.stop_ids)
+    sampler.submit([Request(Key("eval", 0, p.id, 0), chat.prompt_ids(p.messages), params) for p in problems])
+    answers = {problem.id: problem.answer for problem in problems}
+    right = formed = done = 0
+    while done < len(problems):
+        for completion in sampler.poll(60.0):
+            channels = chat.channels(completion.token_ids)
+            right += channels.final == answers[completion.key.problem]
+            formed += channels.well_formed
+            done += 1
+    return right / done, formed / done

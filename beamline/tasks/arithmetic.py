@@ -1,0 +1,92 @@
+"""Sums of several numbers at graded difficulty, with worked steps for the warm start.
+
+Problems fall into three disjoint pools by a hash of their terms, so training can never see an evaluation problem, and
+the warm start has seen neither: disjoint by construction, whatever the seeds.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Literal
+
+import numpy as np
+
+from beamline.records import Message, Problem
+from beamline.records.random import stream
+
+Pool = Literal["train", "eval", "warmup"]
+
+_LEVELS = {1: (2, 1), 2: (2, 2), 3: (3, 2), 4: (4, 2), 5: (3, 3)}  # level: (terms, digits of a term)
+_POOLS: tuple[Pool, ...] = ("eval", "train", "train", "train", "train", "warmup", "warmup", "warmup")
+
+
+def pool_of(terms: Sequence[int]) -> Pool:
+    """The pool of a sum, whatever the order of its terms: one eighth evaluation, half training, the rest warm start."""
+    return _POOLS[hashlib.sha256(text_of(sorted(terms)).encode()).digest()[0] % len(_POOLS)]
+
+
+def text_of(terms: Sequence[int]) -> str:
+    """What the user asks: ``47+85+36``."""
+    return "+".join(map(str, terms))
+
+
+def generate(seed: int, pool: Pool, problems: int, levels: Sequence[int]) -> list[Problem]:
+    """Distinct problems of a pool; the first n of a larger request are those of a smaller one.
+
+    Raises:
+        ValueError: a level that does not exist, or more problems than the pool has.
+    """
+    unknown = [level for level in levels if level not in _LEVELS]
+    if unknown:
+        raise ValueError(f"arithmetic: level {unknown[0]} does not exist; levels are {', '.join(map(str, _LEVELS))}")
+    made: dict[str, Problem] = {}
+    for level, terms in _candidates(seed, pool, levels, limit=200 * problems + 10_000):
+        if pool_of(terms) == pool:
+            text = text_of(terms)
+            made.setdefault(text, _problem(text, terms, level))
+            if len(made) == problems:
+                return list(made.values())
+    raise ValueError(
+        f"arithmetic: levels {list(levels)} have fewer than {problems} {pool} problems (found {len(made)}); "
+        "ask for fewer, or add a higher level"
+    )
+
+
+def _candidates(seed: int, pool: Pool, levels: Sequence[int], limit: int) -> Iterator[tuple[int, list[int]]]:
+    rng = np.random.Generator(stream(seed, "arithmetic", pool))
+    for index in count():
+        if index == limit:
+            return
+        level = levels[index % len(levels)]
+        terms, digits = _LEVELS[level]
+        low = 10 ** (digits - 1) if digits > 1 else 1
+        yield level, [int(n) for n in rng.integers(low, 10**digits, size=terms)]
+
+
+def _problem(text: str, terms: Sequence[int], level: int) -> Problem:
+    return Problem(
+        id=f"arithmetic:{text}",
+        messages=(Message("user", text),),
+        answer=str(sum(terms)),
+        source="arithmetic",
+        extra={"level": level, "terms": list(terms)},
+    )
+
+
+def worked_steps(terms: Sequence[int]) -> str:
+    """Column additions, lowest digit first: ``7+5=12,4+8+1=13;2+6=08,...``; a third addend is the carry."""
+    total, lines = terms[0], []
+    for term in terms[1:]:
+        lines.append(",".join(_columns(total, term)))
+        total += term
+    return ";".join(lines)
+
+
+def _columns(a: int, b: int) -> Iterator[str]:
+    carry: int | None = None
+    while a or b or carry:
+        x, y = a % 10, b % 10
+        addends = [x, y] if carry is None else [x, y, carry]
+        yield f"{'+'.join(map(str, addends))}={sum(addends)}"
+        carry = sum(addends) // 10
+        a, b = a // 10, b // 10

@@ -1,0 +1,1 @@
+"""Moving weights between engines: a plan of slices, and executors that carry it out."""
