@@ -19,8 +19,10 @@ $(READY): pyproject.toml constraints-cpu.txt
 
 setup: $(READY)  ## create .venv and install
 
-quickstart: $(READY)  ## train the starter model for 50 steps and write runs/quickstart/report.html
-	$(BIN)/beamline train recipes/quickstart.yaml checkpoint.resume=latest
+quickstart: $(READY)  ## train the starter model for 50 steps, in a new folder under runs/
+	@run=runs/quickstart; n=1; while [ -e $$run ]; do n=$$((n + 1)); run=runs/quickstart-$$n; done; \
+	echo $(BIN)/beamline train recipes/quickstart.yaml output=$$run; \
+	exec $(BIN)/beamline train recipes/quickstart.yaml output=$$run
 
 test: $(READY)  ## check style and types, then run all tests
 	$(BIN)/ruff check .

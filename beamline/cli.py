@@ -52,7 +52,7 @@ def train(
     if dry_run:
         from beamline.runtime.preview import preview
 
-        Console().print(preview(config))
+        Console(soft_wrap=True).print(preview(config), highlight=False, markup=False)
         return
     from beamline.train import train as run
 
@@ -96,7 +96,7 @@ def report(
 
     if not (run / "metrics.jsonl").is_file():
         raise FileNotFoundError(f"{run} is not the folder of a run: it has no metrics.jsonl")
-    Console().print(f"report: {write_report(run, samples)}", highlight=False)
+    Console(soft_wrap=True).print(f"report: {write_report(run, samples)}", highlight=False, markup=False)
 
 
 @app.command()
@@ -117,7 +117,7 @@ def export(
     from beamline.runtime.standalone import export_model
 
     export_model(model, out)
-    Console().print(f"exported to {out}", highlight=False)
+    Console(soft_wrap=True).print(f"exported to {out}", highlight=False, markup=False)
 
 
 @starter_app.command("build")

@@ -37,11 +37,12 @@ def sampling_statistics(groups: Sequence[Group]) -> dict[str, float]:
         rewards = np.array([grade.reward for grade in grades])
         metrics |= {
             "train/reward_mean": float(rewards.mean()),
-            "train/reward_std": float(rewards.std()),
             "train/accuracy": float(np.mean([grade.correct for grade in grades])),
             "train/well_formed_share": float(np.mean([grade.well_formed for grade in grades])),
             "train/overlong_penalty_mean": float(np.mean([grade.parts.get("overlong", 0.0) for grade in grades])),
         }
+        if len(grades) > 1:
+            metrics["train/reward_std"] = float(rewards.std(ddof=1))
     return metrics
 
 

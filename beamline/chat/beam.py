@@ -55,7 +55,7 @@ class BeamChat:
         if not self._tokenizer.chat_template:
             raise ModelError(f"the tokenizer of {folder} has no chat template")
         self._id = {token: int(known[token]) for token in CONTROL}
-        self._control = frozenset(self._id.values())
+        self._text = frozenset(map(int, known.values())) - frozenset(self._id.values())
         self.stop_ids = (self._id[RETURN], self._id[CALL])
         self.vocab_size = len(self._tokenizer)
 
@@ -97,7 +97,8 @@ class BeamChat:
             if ids[0] != self._id[START]:
                 return None
             at = 1
-        controls = [i for i, token in enumerate(ids) if token in self._control and i >= at]
+        # Ids that the tokenizer does not know (a model's vocabulary may be padded) are no text either.
+        controls = [i for i, token in enumerate(ids) if token not in self._text and i >= at]
         if len(controls) < 3:
             return None
         channel, message, close = controls[:3]

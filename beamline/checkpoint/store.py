@@ -1,7 +1,7 @@
 """The checkpoints of a run: saved whole or not at all, found again after any crash, kept as long as asked."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -110,10 +110,12 @@ class CheckpointStore:
         visible = [p for p in self.directory.glob("global_step_*") if re.fullmatch(r"global_step_\d+", p.name)]
         return [folder for folder in visible + self._hidden(_REPLACED) if has_manifest(folder)]
 
-    def _readable(self) -> Iterator[tuple[Path, Manifest]]:
+    def _readable(self) -> list[tuple[Path, Manifest]]:
+        readable = []
         for folder in self._folders():
             with suppress(CheckpointError):  # an old damaged neighbour must not stop a save; latest() reports it
-                yield folder, read_manifest(folder)
+                readable.append((folder, read_manifest(folder)))
+        return readable
 
     def _hidden(self, suffix: str) -> list[Path]:
         return sorted(self.directory.glob(f".global_step_*{suffix}"))

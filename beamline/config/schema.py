@@ -25,8 +25,6 @@ class ModelConfig(Section):
 class PolicyConfig(Section):
     """How the trained model is held in memory."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of weights and activations in training; router and log-probabilities are always float32."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     head_chunk_rows: Positive = 2048

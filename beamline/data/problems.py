@@ -13,6 +13,8 @@ from beamline.records import Message, Problem
 from beamline.tasks import arithmetic
 from beamline.tasks.grading import is_integer
 
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell half a character, no tokenizer reads one
+
 
 class DataError(BeamlineError, ValueError):
     """A problem set that cannot be used, with the file and the reason."""
@@ -146,5 +148,8 @@ def _parse(line: bytes, default_id: str, source: str) -> Problem:
         raise _UnusableError(f"'answer' must be an integer, not {answer!r}")
     if not isinstance(identity, str | int):
         raise _UnusableError(f"'id' must be text or a number, not {identity!r}")
+    for column, value in (("question", question), ("id", str(identity))):
+        if _SURROGATE.search(value):
+            raise _UnusableError(f"{column!r} is not valid Unicode: {value!r}")
     extra = {key: value for key, value in row.items() if key not in ("id", "question", "answer")}
     return Problem(str(identity), (Message("user", question),), text, source, extra)

@@ -7,8 +7,9 @@ from beamline.records import Experience
 
 
 def kept(batch: Sequence[Experience], loss: LossConfig) -> list[Experience]:
-    """The sequences that the update learns from."""
-    return [e for e in batch if e.trained and not (loss.mask_truncated and e.rollout.finish != "stop")]
+    """The sequences that the update learns from: trained, with a response, and not masked."""
+    trained = [e for e in batch if e.trained and e.rollout.response_tokens]
+    return [e for e in trained if e.rollout.finish == "stop" or not loss.mask_truncated]
 
 
 def denominator(batch: Sequence[Experience], loss: LossConfig) -> int:

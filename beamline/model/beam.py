@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from beamline.errors import BeamlineError
 from beamline.model.layout import DType
@@ -59,9 +59,11 @@ class BeamShape:
         layers, heads, kv_heads = self.num_hidden_layers, self.num_attention_heads, self.num_key_value_heads
         experts, groups = self.num_experts, self.n_group
         available = self.topk_group * (experts // max(groups, 1))
+        unknown = {*self.layer_types, *self.mlp_layer_types} - {*get_args(LayerType), *get_args(MlpType)}
         rules = [
             (len(self.layer_types) == layers, f"layer_types has {len(self.layer_types)} entries for {layers} layers"),
             (len(self.mlp_layer_types) == layers, f"mlp_layer_types has {len(self.mlp_layer_types)} of {layers}"),
+            (not unknown, f"layers of unknown type {', '.join(sorted(map(repr, unknown)))}"),
             (
                 kv_heads > 0 and heads % kv_heads == 0,
                 f"num_attention_heads={heads} over num_key_value_heads={kv_heads}",

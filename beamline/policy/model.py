@@ -22,10 +22,14 @@ _SINGLE = "model.safetensors"
 
 def build(config: BeamConfig, dtype: DType) -> nn.Module:
     """A Beam module with packed attention, in ``dtype`` but for the router, which stays float32."""
-    module = cast(nn.Module, BeamForCausalLM._from_config(config, attn_implementation=attention.NAME))
-    for name, parameter in module.named_parameters():
-        if not name.endswith(".mlp.gate.weight"):
-            parameter.data = parameter.data.to(TORCH_DTYPES[dtype])
+    # The type is given, because the configuration's own is that of the file, and would be the router's too.
+    module = cast(
+        nn.Module,
+        BeamForCausalLM._from_config(config, dtype=TORCH_DTYPES[dtype], attn_implementation=attention.NAME),
+    )
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if ".mlp.gate." in name:
+            tensor.data = tensor.data.float()
     return module
 
 
@@ -62,13 +66,20 @@ def restore(module: nn.Module, reader: ShardReader) -> None:
 
 
 def save(module: nn.Module, folder: Path, dtype: DType) -> None:
-    """Write ``config.json`` and ``model.safetensors`` under checkpoint names; the router is written in float32."""
+    """Write ``config.json`` and ``model.safetensors`` under checkpoint names; the router is written in float32.
+
+    Raises:
+        OSError: the disk fails or is full.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = cast(Any, module).config
     shape = BeamShape.from_config(config.to_dict())
     own = named_tensors(module)
     stored = {spec.name: own[spec.name].to(TORCH_DTYPES[spec.dtype]).contiguous() for spec in tensors(shape, dtype)}
-    save_file(stored, str(folder / _SINGLE), metadata={"format": "pt"})
+    try:
+        save_file(stored, str(folder / _SINGLE), metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"cannot write {folder / _SINGLE}: {error}") from error
     saved = {k: v for k, v in config.to_dict().items() if not k.startswith("_")} | {"dtype": dtype}
     (folder / "config.json").write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
 

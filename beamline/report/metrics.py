@@ -37,6 +37,7 @@ class MetricsWriter:
         Raises:
             ValueError: a key is not documented, a value is not finite, or ``step`` is missing or not a later one.
             TypeError: a value is not a plain number.
+            OSError: the disk fails or is full; the file may end in a torn line.
         """
         if "step" not in line:
             raise ValueError(f"metrics: a line needs the key 'step'; it has {sorted(line)}")
@@ -44,10 +45,13 @@ class MetricsWriter:
             _check(line["step"], key, value)
         if line["step"] <= self._last_step:
             raise ValueError(f"metrics: step {line['step']} cannot follow step {self._last_step} in {self.path}")
-        with self.path.open("ab") as file:
-            file.write(json.dumps(dict(line)).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with self.path.open("ab") as file:
+                file.write(json.dumps(dict(line)).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise OSError(error.errno, f"cannot write {self.path}: {error.strerror}") from error
         self._last_step = line["step"]
 
 

@@ -79,7 +79,7 @@ class RunConsole:
 
     def print(self, text: str) -> None:
         """A line that stays, above the bars."""
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, markup=False)
 
     def step_line(self, line: Mapping[str, float]) -> None:
         """Print what a step came to, and advance the bar of the run."""

@@ -20,6 +20,8 @@ from beamline.starter import STARTER
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import TransferPlan, plan
 
+DTYPE: DType = "float32"  # of the embedded engines: AdamW needs it, and at their sizes a CPU is fastest in it
+
 
 @dataclass(frozen=True, slots=True)
 class Engines:
@@ -63,7 +65,7 @@ def check_model(config: RunConfig) -> BeamShape:
 
 def load_module(config: RunConfig) -> nn.Module:
     """The model of a run as a torch module."""
-    return model.load(model_folder(config), config.policy.dtype)
+    return model.load(model_folder(config), DTYPE)
 
 
 def build(config: RunConfig) -> tuple[Engines, BeamChat]:
@@ -92,6 +94,5 @@ def sampler_of(config: RunConfig, module: nn.Module, version: int) -> Sampler:
 
 def local_sampler(config: RunConfig, shape: BeamShape, module: nn.Module, channel: LocalChannel) -> LocalSampler:
     """The embedded sampler for a run."""
-    dtype: DType = config.policy.dtype
     theta = cast(Any, module).config.rope_parameters["sliding_attention"]["rope_theta"]
-    return LocalSampler(shape, dtype, theta, config.rollout.slots, positions(config), config.seed, channel)
+    return LocalSampler(shape, DTYPE, theta, config.rollout.slots, positions(config), config.seed, channel)

@@ -6,7 +6,7 @@ from pathlib import Path
 from beamline.checkpoint import open_checkpoint, remove_tree
 from beamline.config.schema import RunConfig
 from beamline.policy import model
-from beamline.runtime.engines import load_module, model_folder
+from beamline.runtime.engines import DTYPE, load_module, model_folder
 
 _COPIED = (
     "tokenizer.json",
@@ -31,7 +31,7 @@ def export(config: RunConfig, checkpoint: Path, folder: Path) -> None:
     if staging.exists():
         remove_tree(staging)
     staging.mkdir(parents=True)
-    model.save(module, staging, config.policy.dtype)
+    model.save(module, staging, DTYPE)
     for name in _COPIED:
         source = model_folder(config) / name
         if source.exists():

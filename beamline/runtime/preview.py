@@ -1,20 +1,22 @@
 """What a run would do, found out without doing it."""
 
 from beamline.chat import BeamChat
-from beamline.checkpoint import CheckpointStore
+from beamline.checkpoint import CheckpointStore, open_checkpoint
 from beamline.config.schema import RunConfig
 from beamline.model.beam import BeamShape, tensors
 from beamline.runtime.engines import check_model, model_folder, positions
-from beamline.runtime.session import Data, load_data, resume_from
+from beamline.runtime.session import Data, check_same, load_data, resume_from
 
 
 def preview(config: RunConfig) -> str:
     """Check configuration, model, data and the run's folder, and describe the run.
 
     Raises:
-        ModelError, DataError, ResumeError: what training would have met.
+        ModelError, DataError, CheckpointError, ResumeError: what training would have met.
     """
     checkpoint = resume_from(config, CheckpointStore(config.checkpoint_dir, config.checkpoint.keep))
+    if checkpoint is not None:
+        check_same(config, open_checkpoint(checkpoint).run_state)
     shape = check_model(config)
     data = load_data(config, BeamChat(model_folder(config)))
     algorithm = config.algorithm

@@ -14,8 +14,8 @@ import torch
 import transformers
 
 from beamline.chat import BeamChat
-from beamline.checkpoint import CheckpointStore, open_checkpoint, write_atomic
-from beamline.config import differences, to_yaml
+from beamline.checkpoint import Checkpoint, CheckpointStore, open_checkpoint, write_atomic
+from beamline.config import ConfigError, differences, load_config, to_yaml
 from beamline.config.schema import RunConfig
 from beamline.data import ProblemSet, check_disjoint, load, within_limit
 from beamline.errors import BeamlineError
@@ -28,8 +28,8 @@ from beamline.runtime.engines import Engines, build, check_model
 from beamline.runtime.export import export
 from beamline.runtime.timing import Timings, peak_memory
 
-# Settings that a resumed run may change: they do not shape what any one step does.
-_FREE = ("name", "output", "steps", "checkpoint", "report", "evaluation.every", "rollout.deadline_seconds")
+# Settings that a resumed run may change: they do not shape what any one step does. (Threads belong to the machine.)
+_FREE = ("name", "output", "steps", "checkpoint", "report", "evaluation.every", "rollout.deadline_seconds", "runtime")
 
 
 class ResumeError(BeamlineError, RuntimeError):
@@ -195,7 +195,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     else:
         check_same(config, opened.run_state)
         engines.learner.load(opened.reader)
-        truncate_after(config.output / "metrics.jsonl", opened.step)
+        cut_metrics(config.output / "metrics.jsonl", opened)
     config.output.mkdir(parents=True, exist_ok=True)
     write_atomic(config.output / "config.yaml", [to_yaml(config).encode()])
     write_data_report(config.output, data)
@@ -219,6 +219,21 @@ def open_run(config: RunConfig) -> Iterator[Run]:
             skipped_updates=0 if opened is None else int(opened.run_state["skipped_updates"]),
         )
         yield run
+
+
+def cut_metrics(path: Path, checkpoint: Checkpoint) -> None:
+    """Leave in a run's metrics only what came before a checkpoint.
+
+    Raises:
+        ResumeError: the metrics have no line of the checkpoint's step.
+    """
+    try:
+        truncate_after(path, checkpoint.step)
+    except (FileNotFoundError, ValueError) as error:
+        raise ResumeError(
+            f"{checkpoint.path} cannot be gone on from in {path.parent}: {error}; "
+            "set output to the folder of the checkpoint's run, or checkpoint.resume to a checkpoint of this one"
+        ) from error
 
 
 def clear_unsaved(output: Path) -> None:
@@ -255,9 +270,16 @@ def check_same(config: RunConfig, saved: Mapping[str, Any]) -> None:
         )
     if config.checkpoint.allow_other_config:
         return
+    try:
+        before = load_config(None, base=saved["config"])
+    except ConfigError as error:
+        raise ResumeError(
+            f"the checkpoint's configuration is of another version of beamline ({error}); "
+            "checkpoint.allow_other_config=true goes on without comparing"
+        ) from error
     changed = [
-        f"{key}: {before} -> {after}"
-        for key, before, after in differences(RunConfig.model_validate_json(json.dumps(saved["config"])), config)
+        f"{key}: {old} -> {new}"
+        for key, old, new in differences(before, config)
         if not any(key == free or key.startswith(free + ".") for free in _FREE)
     ]
     if changed:

@@ -1,5 +1,6 @@
 """Commands that work on a model without training it: evaluation and export."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 from beamline.chat import BeamChat
 from beamline.checkpoint import CheckpointStore, open_checkpoint
 from beamline.config import load_config
+from beamline.config.compose import escaped
 from beamline.config.schema import FileSource, RunConfig
-from beamline.data import ProblemSet, load, within_limit
+from beamline.data import DataError, ProblemSet, load, within_limit
 from beamline.evaluate import evaluate
 from beamline.model.beam import ModelError
 from beamline.policy import model
@@ -29,8 +31,10 @@ def evaluate_model(
         ModelError, DataError, ConfigError, CheckpointError: the model, data or settings cannot be used.
     """
     checkpoint = find_checkpoint(Path(name))
-    base = {"model": {"path": name}} if checkpoint is None else _saved_config(checkpoint)
-    config = load_config(recipe, settings, base)
+    base = {} if checkpoint is None else _saved_config(checkpoint)
+    path = name if checkpoint is None else base["model"]["path"]
+    # As an override, so that a recipe's own model does not take the place of the one that was asked for.
+    config = load_config(recipe, [f"model.path={json.dumps(escaped(path))}", *settings], base)
     make_deterministic(config.runtime.threads)
     module, step = load_module(config), 0
     if checkpoint is not None:
@@ -78,7 +82,10 @@ def _saved_config(checkpoint: Path) -> Mapping[str, Any]:
 
 
 def _problem_sets(config: RunConfig, files: Sequence[Path], chat: BeamChat) -> dict[str, ProblemSet]:
-    sources = {file.stem: FileSource(path=file) for file in files} or config.data.evaluation
+    named = {file.stem: file for file in files}
+    if len(named) < len(files):
+        raise DataError(f"problem files need different names, their sets are named so: {', '.join(map(str, files))}")
+    sources = {name: FileSource(path=file) for name, file in named.items()} or config.data.evaluation
     limit = config.rollout.max_prompt_tokens
     return {
         name: within_limit(load(name, source, config.seed, "eval"), lambda p: len(chat.prompt_ids(p.messages)), limit)

@@ -1,14 +1,16 @@
-"""Building the starter: a warm start on worked sums from a fixed seed, short enough to leave much to learn.
+"""Building the starter: a warm start on worked sums from a fixed seed, that leaves much to learn.
 
-The data are clean and training is short, so that reinforcement learning can go beyond what the model does when
-it always takes its most likely token.
+First the format: worked steps whose columns are added up at random, so that the channels and the bookkeeping become
+certain while nothing is learned of adding. Then true sums, until a third of the answers is right. The true sums are
+clean and training just stops early, so that reinforcement learning can go beyond what the model does when it always
+takes its most likely token.
 """
 
 import hashlib
 import json
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +31,7 @@ from beamline.records.random import stream
 from beamline.rollout.local import LocalSampler
 from beamline.runtime.determinism import cpu_family, make_deterministic
 from beamline.starter.tokenizer import VOCAB_SIZE, write_tokenizer
-from beamline.tasks.arithmetic import generate, worked_steps
+from beamline.tasks.arithmetic import generate, worked
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
 
@@ -38,15 +40,18 @@ _RESPONSE_LIMIT = 96
 
 @dataclass(frozen=True, slots=True)
 class Warmup:
-    """The numbers of the warm start."""
+    """The numbers of the warm start: ``format_steps`` on sums that are wrong, then true ones until the stop."""
 
     seed: int = 1
     level: int = 3
-    lr: float = 3e-3
     batch: int = 64
-    steps: int = 240
-    check_every: int = 20
+    format_steps: int = 300
+    format_lr: float = 3e-3
+    most_steps: int = 800
+    lr: float = 1e-3
+    check_every: int = 10
     check_problems: int = 512
+    stop_accuracy: float = 0.35
     bias_rate: float = 1e-3
     threads: int = 2
 
@@ -82,6 +87,9 @@ def build_starter(folder: Path, warmup: Warmup | None = None) -> dict[str, Any]:
     """Train the starter and write it to ``folder`` with ``starter.json``: how it was made, and its hash.
 
     Bit-identical on one CPU family with one set of versions.
+
+    Raises:
+        RuntimeError: the warm start did not reach the accuracy at which it stops.
     """
     warmup = warmup or Warmup()
     make_deterministic(warmup.threads)
@@ -93,11 +101,12 @@ def build_starter(folder: Path, warmup: Warmup | None = None) -> dict[str, Any]:
     with torch.no_grad():
         cast(Any, module).model.embed_tokens.weight.normal_(0.0, 1.0)  # learns much faster than with 0.02
     started = time.monotonic()
-    accuracy, well_formed = _train(module, chat, warmup)
+    steps, accuracy, well_formed = _train(module, chat, warmup)
     model.save(module, folder, "bfloat16")
     record = {
         "sha256": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest(),
         "warmup": asdict(warmup),
+        "steps": steps,
         "sampled_accuracy": accuracy,
         "well_formed": well_formed,
         "parameters": sum(t.numel() for t in named_tensors(module).values()),
@@ -112,46 +121,59 @@ def build_starter(folder: Path, warmup: Warmup | None = None) -> dict[str, Any]:
     return record | {"seconds": round(time.monotonic() - started)}
 
 
-def _train(module: nn.Module, chat: BeamChat, warmup: Warmup) -> tuple[float, float]:
-    """Train with a rate that falls linearly to 0; returns sampled accuracy and share of well-formed responses."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=warmup.lr, weight_decay=0.01)
-    batches = _batches(chat, warmup)
-    held_out = generate(warmup.seed, "warmup", warmup.check_problems, [warmup.level])
+def _train(module: nn.Module, chat: BeamChat, warmup: Warmup) -> tuple[int, float, float]:
+    """Learn the format, then to add; returns steps, sampled accuracy and the share of well-formed responses."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=warmup.format_lr, weight_decay=0.01)
+    held_out, problems = _problems(warmup)
+    batches = _batches(chat, problems, warmup)
     with _BalancedExperts(module, warmup.bias_rate) as balance, Progress() as progress:
-        task = progress.add_task("warm start", total=warmup.steps)
-        for step in range(1, warmup.steps + 1):
-            loss = _loss(module, *next(batches))
+        task = progress.add_task("warm start", total=warmup.most_steps)
+        for step, batch in zip(range(1, warmup.most_steps + 1), batches, strict=False):
+            optimizer.param_groups[0]["lr"] = _rate(step, warmup)
+            loss = _loss(module, *batch)
             loss.backward()
-            optimizer.param_groups[0]["lr"] = warmup.lr * (1 - (step - 1) / warmup.steps)
             nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             balance.update()
-            if step % warmup.check_every == 0:
-                accuracy, well_formed = sampled_accuracy(module, chat, held_out, warmup.seed)
-                progress.console.print(
-                    f"step {step}: loss {loss.item():.3f}, sampled {accuracy:.1%}, well formed {well_formed:.1%}"
-                )
             progress.update(task, advance=1)
-    return sampled_accuracy(module, chat, held_out, warmup.seed)
+            if step >= warmup.format_steps and step % warmup.check_every == 0:
+                accuracy, formed = sampled_accuracy(module, chat, held_out, warmup.seed)
+                progress.console.print(
+                    f"step {step}: loss {loss.item():.3f}, sampled {accuracy:.1%}, well formed {formed:.1%}"
+                )
+                if accuracy >= warmup.stop_accuracy:
+                    return step, accuracy, formed
+    raise RuntimeError(f"the warm start did not reach {warmup.stop_accuracy:.0%} in {warmup.most_steps} steps")
 
 
-def _batches(chat: BeamChat, warmup: Warmup) -> Iterator[list[tuple[list[int], int]]]:
-    """Endless batches of (token ids, prompt length), none of them a problem that is held out for the checks."""
-    problems = generate(warmup.seed, "warmup", warmup.check_problems + 60_000, [warmup.level])[warmup.check_problems :]
-    examples = [_example(chat, problem) for problem in problems]
-    rng = np.random.Generator(stream(warmup.seed, "warmup order"))
-    while True:
-        order = rng.permutation(len(examples))
-        for start in range(0, len(order) - warmup.batch + 1, warmup.batch):
-            yield [examples[i] for i in order[start : start + warmup.batch]]
+def _rate(step: int, warmup: Warmup) -> float:
+    """Falls linearly over the format steps, and stays."""
+    done = min(step / warmup.format_steps, 1.0)
+    return warmup.format_lr + done * (warmup.lr - warmup.format_lr)
 
 
-def _example(chat: BeamChat, problem: Problem) -> tuple[list[int], int]:
+def _problems(warmup: Warmup) -> tuple[list[Problem], list[Problem]]:
+    """Problems held out for the checks, and as many as the warm start can use; each is seen once."""
+    used = warmup.most_steps * warmup.batch
+    problems = generate(warmup.seed, "warmup", warmup.check_problems + used, [warmup.level])
+    return problems[: warmup.check_problems], problems[warmup.check_problems :]
+
+
+def _batches(chat: BeamChat, problems: list[Problem], warmup: Warmup) -> Iterator[list[tuple[list[int], int]]]:
+    """One batch of (token ids, prompt length) a step."""
+    rng = np.random.Generator(stream(warmup.seed, "columns that are not added up"))
+    for step, start in enumerate(range(0, len(problems), warmup.batch), start=1):
+        add = (lambda _: int(rng.integers(0, 20))) if step <= warmup.format_steps else sum
+        yield [_example(chat, problem, add) for problem in problems[start : start + warmup.batch]]
+
+
+def _example(chat: BeamChat, problem: Problem, add: Callable[[Sequence[int]], int]) -> tuple[list[int], int]:
     prompt = chat.prompt_ids(problem.messages).tolist()
+    steps, answer = worked(problem.extra["terms"], add)
     response = (
-        f"<|channel|>analysis<|message|>{worked_steps(problem.extra['terms'])}<|end|><|start|>assistant"
-        f"<|channel|>final<|message|>{problem.answer}<|return|>"
+        f"<|channel|>analysis<|message|>{steps}<|end|><|start|>assistant"
+        f"<|channel|>final<|message|>{answer}<|return|>"
     )
     return prompt + chat.encode(response), len(prompt)
 

@@ -186,8 +186,8 @@ class BeamDecoder:
         sorted_experts, order = torch.sort(chosen.flatten(), stable=True)
         ends = torch.searchsorted(sorted_experts, torch.arange(self.shape.num_experts), right=True).int()
         rows = x[order // K]
-        inner = _swiglu(torch._grouped_mm(rows, layer.gate_up.transpose(1, 2), offs=ends))
-        outer = torch._grouped_mm(inner, layer.down.transpose(1, 2), offs=ends) * weights.flatten()[order, None]
+        inner = _swiglu(F.grouped_mm(rows, layer.gate_up.transpose(1, 2), offs=ends))
+        outer = F.grouped_mm(inner, layer.down.transpose(1, 2), offs=ends) * weights.flatten()[order, None]
         by_choice = torch.empty_like(outer)
         by_choice[order] = outer
         y = by_choice.unflatten(0, (-1, K)).sum(1).to(x.dtype) * self.shape.routed_scaling_factor

@@ -108,8 +108,9 @@ class LocalSampler:
         if self._decoder is None:
             raise RuntimeError("receive: the sampler sleeps without weights; wake(['weights']) first")
         if unfinished == "abort":
-            self._ready += self.abort(self._in_flight)
-            self._in_flight |= {completion.key for completion in self._ready}
+            partials = self.abort(self._in_flight)  # takes what is ready too
+            self._ready = partials
+            self._in_flight = {completion.key for completion in partials}
         self._channel.receive(plan, self._decoder.weights)
         self._version = version
 
@@ -150,9 +151,10 @@ class LocalSampler:
                 f"submit: {request.key} may grow to {total} tokens ({len(ids)} given + {request.params.max_tokens} "
                 f"new), but the sampler has room for {self._positions}"
             )
-        if ids.min() < 0 or ids.max() >= self._shape.vocab_size:
-            bad = ids[(ids < 0) | (ids >= self._shape.vocab_size)][0]
-            raise ValueError(f"submit: {request.key} has token {bad}; the vocabulary has {self._shape.vocab_size}")
+        known = range(self._shape.vocab_size)
+        for token in (*ids.tolist(), *request.params.stop_ids):
+            if token not in known:
+                raise ValueError(f"submit: {request.key} has token {token}; the vocabulary has {len(known)}")
 
     def _step(self) -> None:
         free = self._capacity - len(self._slots.requests)
@@ -205,10 +207,10 @@ class LocalSampler:
         return completions
 
     def _release(self, slots: Collection[int]) -> None:
-        assert self._cache is not None
         for slot in sorted(slots, reverse=True):
             last = self._slots.release(slot)
             if last != slot:
+                assert self._cache is not None
                 self._cache.move(last, slot)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from beamline.checkpoint import CheckpointError, FileDigest, remove_tree, truncate_file, write_atomic
 from beamline.checkpoint import files as files_module
-from beamline.checkpoint.files import hash_file, make_folder, read_json, write_json
+from beamline.checkpoint.files import Bytes, hash_file, make_folder, read_json, write_json
 from tests.faults import Crash, disk_full, failing_operation
 
 
@@ -19,7 +19,7 @@ def names(folder: Path) -> list[str]:
 
 def test_chunks_of_every_kind_are_written_in_order_and_hashed(tmp_path: Path) -> None:
     matrix = np.arange(6, dtype=np.float32).reshape(2, 3)
-    chunks = [b"ab", b"", memoryview(b"cd"), matrix.T, np.float32(7).reshape(()), np.zeros((0, 3))]
+    chunks: list[Bytes] = [b"ab", b"", memoryview(b"cd"), matrix.T, np.array(7, np.float32), np.zeros((0, 3))]
     expected = b"abcd" + np.ascontiguousarray(matrix.T).tobytes() + np.float32(7).tobytes()
     digest = write_atomic(tmp_path / "file", chunks)
     assert (tmp_path / "file").read_bytes() == expected
@@ -31,7 +31,7 @@ def test_a_chunk_larger_than_a_block_and_short_writes_arrive_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files_module, "_BLOCK", 1000)
-    monkeypatch.setattr(files_module.os, "write", lambda fd, data, real=os.write: real(fd, data[:7]))
+    monkeypatch.setattr(os, "write", lambda fd, data, real=os.write: real(fd, data[:7]))
     content = np.arange(2345, dtype=np.uint16)
     digest = write_atomic(tmp_path / "file", [content])
     monkeypatch.undo()

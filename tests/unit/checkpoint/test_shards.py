@@ -3,6 +3,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,9 +156,13 @@ def test_any_layout_reads_what_any_other_wrote(data: st.DataObject) -> None:
 
 def test_only_the_slices_that_a_box_touches_are_read(two_ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Path] = []
-    monkeypatch.setattr(
-        np, "memmap", lambda path, *args, real=np.memmap, **kwargs: opened.append(path) or real(path, *args, **kwargs)
-    )
+    real = np.memmap
+
+    def memmap(path: Path, *args: Any, **kwargs: Any) -> np.ndarray:
+        opened.append(path)
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(np, "memmap", memmap)
     ShardReader(two_ranks).read("policy", replace(HEAD, start=(3, 0)))
     assert opened == [two_ranks / "policy" / "rank_00001.safetensors"]
 

@@ -44,7 +44,6 @@ def problems(tmp_path: Path) -> Problems:
         ("output=[a]", 'output=["a"]: expected path'),
         ("checkpoint.dir=3", "checkpoint.dir=3: expected path or null"),
         ("name='a b'", 'name="a b": expected text matching `^[A-Za-z0-9][A-Za-z0-9._-]*$`'),
-        ("policy.dtype=fp8", 'policy.dtype="fp8": expected `float32` or `bfloat16`'),
         ("rollout=locl", 'rollout.engine="locl": expected `local`'),
         ("data.train.source=fil", 'data.train.source="fil": expected `arithmetic` or `file`'),
         ("data.train.source=file", "data.train.path: is required (path)"),
@@ -171,7 +170,7 @@ def test_an_interpolated_section_with_unknown_keys(problems: Problems) -> None:
 
 
 def test_every_problem_is_listed_at_once(problems: Problems) -> None:
-    lines = problems("steps: true\nlr: 1", "foo", "policy.dtype=fp8", "seed.x=3")
+    lines = problems("steps: true\nlr: 1", "foo", "reward.grader=fp8", "seed.x=3")
     assert [line.partition(": ")[0] for line in lines] == [
         "override 'foo'",
         "override",

@@ -1,0 +1,123 @@
+"""The quickstart, measured: three seeds and a control that learns nothing.
+
+    python -m benchmarks.quickstart [--only seed0]
+
+Runs the real command line, one run after the other, and writes ``benchmarks/results/quickstart.json``: accuracy before
+and after with its 95 % interval over problems, seconds, peak memory, and what it ran on. Prints a table.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from beamline.report import read_metrics
+
+_RUNS = {
+    "seed 0": ["seed=0"],
+    "seed 1": ["seed=1"],
+    "seed 2": ["seed=2"],
+    "control, learning rate 0": ["seed=0", "learner.optimizer.lr=0"],
+}
+_RESULTS = Path("benchmarks/results/quickstart.json")
+_AVG = "eval/arithmetic/avg@8"
+
+
+def main() -> None:
+    """Run everything and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="where the runs go")
+    parser.add_argument("--results", type=Path, default=_RESULTS, help="the JSON file")
+    arguments = parser.parse_args()
+    runs = {name: _measure(name, overrides, arguments.out) for name, overrides in _RUNS.items()}
+    record = {"command": "make bench", "machine": _machine(), "runs": runs, "mean": _mean(runs)}
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    arguments.results.write_text(json.dumps(record, indent=2) + "\n")
+    _print(record)
+
+
+def _measure(name: str, overrides: list[str], out: Path) -> dict[str, Any]:
+    folder = out / name.replace(" ", "_").replace(",", "")
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, "-m", "beamline.cli", "train", "recipes/quickstart.yaml", *overrides, f"output={folder}"]
+    start = time.perf_counter()
+    subprocess.run(command, check=True)
+    seconds = time.perf_counter() - start
+    lines = read_metrics(folder / "metrics.jsonl")
+    evaluated = [line for line in lines if _AVG in line]
+    return {
+        "overrides": overrides,
+        "seconds": round(seconds, 1),
+        "before": _accuracy(evaluated[0]),
+        "after": _accuracy(evaluated[-1]),
+        "gain_points": round(100 * (evaluated[-1][_AVG] - evaluated[0][_AVG]), 1),
+        "response_tokens_mean": round(_average(lines, "train/response_tokens_mean"), 1),
+        "sampling_tokens_per_s": round(_average(lines, "timing/sampling_tokens_per_s")),
+        "training_tokens_per_s": round(_average(lines, "timing/training_tokens_per_s")),
+        "peak_memory_bytes": int(max(line["memory/peak_bytes"] for line in lines)),
+        "seconds_by_phase": {
+            phase: round(sum(line.get(f"timing/{phase}", 0.0) for line in lines), 1)
+            for phase in ("sampling", "grading", "old_logprobs", "update", "transfer", "evaluation", "checkpoint", "report")
+        },
+    }
+
+
+def _accuracy(line: dict[str, float]) -> dict[str, float]:
+    return {"avg@8": line[_AVG], "low": line[f"{_AVG}_low"], "high": line[f"{_AVG}_high"]}
+
+
+def _average(lines: list[dict[str, float]], key: str) -> float:
+    values = [line[key] for line in lines if key in line]
+    return sum(values) / len(values)
+
+
+def _mean(runs: dict[str, dict[str, Any]]) -> dict[str, float]:
+    seeds = [run for name, run in runs.items() if name.startswith("seed")]
+    count = len(seeds)
+    return {
+        "before": sum(run["before"]["avg@8"] for run in seeds) / count,
+        "after": sum(run["after"]["avg@8"] for run in seeds) / count,
+        "gain_points": sum(run["gain_points"] for run in seeds) / count,
+        "seconds": sum(run["seconds"] for run in seeds) / count,
+    }
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+    import transformers
+
+    from beamline.runtime.determinism import cpu_family
+
+    return {
+        "cpu": cpu_family(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _print(record: dict[str, Any]) -> None:
+    table = Table("run", "before", "after", "gain", "seconds", "peak memory")
+    for name, run in record["runs"].items():
+        table.add_row(
+            name,
+            *(f"{a['avg@8']:.1%} [{a['low']:.1%}, {a['high']:.1%}]" for a in (run["before"], run["after"])),
+            f"{run['gain_points']:+.1f}",
+            f"{run['seconds']:.0f}",
+            f"{run['peak_memory_bytes'] / 2**30:.2f} GiB",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

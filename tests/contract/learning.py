@@ -1,0 +1,135 @@
+"""Sequences for a learner, and what can be read off it, for the tests of its contract."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import BeamForCausalLM
+
+from beamline.algorithms.loss import LossConfig
+from beamline.checkpoint import ShardReader, ShardWriter
+from beamline.learner.learner import Learner, StepStats
+from beamline.policy.weights import split_experts
+from beamline.records import Experience, Finish, Key, Rollout, Turn
+from tests.tiny_beam import VOCAB
+
+LOSS = LossConfig(clip_low=0.2, clip_high=0.28, mask_truncated=False, renormalize_after_mask=False, on_policy=True)
+
+_RATE, _EPS = 1e6, 1e3
+GRADIENT = {"lr": _RATE, "eps": _EPS, "weight_decay": 0.0, "max_grad_norm": 1e9}
+"""An optimizer whose first update is, by its large epsilon, almost the gradient: see :func:`gradient`."""
+
+
+def experience(
+    prompt: int, response: int, seed: int, advantage: float, temperature: float = 1.0, finish: Finish = "stop"
+) -> Experience:
+    rng = np.random.default_rng(seed)
+    S = prompt + response
+    chosen = np.arange(S) >= prompt
+    rollout = Rollout(
+        key=Key("train", 1, f"problem-{seed}", 0),
+        token_ids=rng.integers(0, VOCAB, S).astype(np.int32),
+        policy_mask=chosen,
+        logprobs=np.where(chosen, rng.uniform(-3, 0, S), 0).astype(np.float32),
+        versions=np.where(chosen, 1, -1).astype(np.int32),
+        routes=None,
+        turns=(Turn("prompt", 0, prompt), Turn("policy", prompt, S)),
+        finish=finish,
+        temperature=temperature,
+    )
+    return Experience(rollout, advantage)
+
+
+def batch() -> list[Experience]:
+    """Ragged sequences, shorter and longer than the window, at two temperatures; one was cut at its limit."""
+    return [
+        experience(3, 9, seed=1, advantage=1.3),
+        experience(12, 25, seed=2, advantage=-0.7, temperature=0.8, finish="length"),
+        experience(1, 2, seed=3, advantage=0.4),
+        experience(7, 17, seed=4, advantage=-1.1),
+        experience(5, 8, seed=5, advantage=0.6, temperature=0.8),
+    ]
+
+
+def untrained(sequence: Experience) -> Experience:
+    return replace(sequence, trained=False)
+
+
+def update(learner: Learner[Any], sequences: Sequence[Experience], loss: LossConfig = LOSS) -> StepStats:
+    return learner.step(learner.prepare(sequences, loss))
+
+
+def weights(learner: Learner[Any]) -> dict[str, NDArray[np.float64]]:
+    """Every float32 tensor of the policy, as it would be saved."""
+    with TemporaryDirectory() as folder:
+        learner.save(ShardWriter(Path(folder), 0))
+        reader = ShardReader(Path(folder))
+        parts = reader.slices("policy")
+        return {part.name: reader.read("policy", part).view(np.float32).astype(np.float64) for part in parts}
+
+
+def snapshot(learner: Learner[Any]) -> dict[str, bytes]:
+    """Every byte that the learner would save."""
+    with TemporaryDirectory() as folder:
+        learner.save(ShardWriter(Path(folder), 0))
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def gradient(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.float64]]:
+    """The gradient behind a first update with the optimizer GRADIENT: AdamW's step ``rate g / (|g| + eps)``, solved."""
+    result = {}
+    for name in before:
+        step = before[name] - after[name]
+        result[name] = _EPS * step / (_RATE - np.abs(step))
+    return result
+
+
+def updated_gradient(
+    learner: Learner[Any], sequences: Sequence[Experience], loss: LossConfig = LOSS
+) -> tuple[dict[str, NDArray[np.float64]], StepStats]:
+    """Make one update of a fresh learner with the optimizer GRADIENT; returns the gradient that it followed."""
+    before = weights(learner)
+    stats = update(learner, sequences, loss)
+    return gradient(before, weights(learner)), stats
+
+
+def written_gradient(
+    plain: BeamForCausalLM, sequences: Sequence[Experience], denominator: int
+) -> tuple[dict[str, NDArray[np.float64]], float]:
+    """Gradient and value of the loss at a ratio of 1, sequence by sequence, by the Hugging Face module."""
+    loss = torch.zeros(())
+    for sequence in sequences:
+        rollout = sequence.rollout
+        ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
+        logits = plain(ids[None, :-1], use_cache=False).logits[0] / rollout.temperature
+        logprobs = logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+        chosen = logprobs[torch.from_numpy(rollout.policy_mask[1:])]
+        loss = loss - ((chosen - chosen.detach()).exp() * sequence.advantage).sum() / denominator
+    plain.zero_grad()
+    loss.backward()
+    named = {
+        part: view.double().numpy()
+        for name, parameter in plain.named_parameters()
+        for part, view in split_experts(name, _gradient_of(parameter))
+    }
+    return named, loss.item()
+
+
+def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def assert_gradients_equal(
+    actual: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]], tolerance: float
+) -> None:
+    """Equal to ``tolerance`` times the largest entry of the expected gradient."""
+    largest = max(float(np.abs(values).max()) for values in expected.values())
+    for name, values in expected.items():
+        np.testing.assert_allclose(actual[name], values, rtol=0, atol=tolerance * largest, err_msg=name)

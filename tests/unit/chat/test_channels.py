@@ -1,0 +1,140 @@
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from beamline.chat import BeamChat, Channels
+
+ANALYSIS = "<|channel|>analysis<|message|>7+5=12<|end|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>12<|return|>"
+OPENING = FINAL.removeprefix("<|start|>assistant")
+NOTHING = Channels(None, None, well_formed=False)
+
+
+def spelled(chat: BeamChat, text: str) -> list[int]:
+    """Text in ordinary tokens, one for each character, even where it reads like a control token."""
+    return [token for character in text for token in chat.encode(character)]
+
+
+def test_a_good_response_has_its_two_channels(chat: BeamChat) -> None:
+    expected = Channels("7+5=12", "12", well_formed=True)
+    ids = chat.encode(ANALYSIS + FINAL)
+    assert chat.channels(ids) == expected
+    assert chat.channels(np.array(ids, dtype=np.int32)) == expected
+
+
+def test_cut_anywhere_a_response_has_no_final_channel(chat: BeamChat) -> None:
+    ids = chat.encode(ANALYSIS + FINAL)
+    analysis_closed = len(chat.encode(ANALYSIS))
+    for length in range(len(ids)):
+        analysis = "7+5=12" if length >= analysis_closed else None
+        assert chat.channels(ids[:length]) == Channels(analysis, None, well_formed=False), length
+
+
+def test_empty_channels_are_channels(chat: BeamChat) -> None:
+    ids = chat.encode(ANALYSIS.replace("7+5=12", "") + FINAL.replace("12", ""))
+    assert chat.channels(ids) == Channels("", "", well_formed=True)
+
+
+def test_bodies_keep_their_spaces_and_lines(chat: BeamChat) -> None:
+    ids = chat.encode(ANALYSIS.replace("7+5=12", " a\n") + FINAL.replace("12", " 1 2\t"))
+    assert chat.channels(ids) == Channels(" a\n", " 1 2\t", well_formed=True)
+
+
+def test_an_answer_without_reasoning_is_read_but_is_not_well_formed(chat: BeamChat) -> None:
+    assert chat.channels(chat.encode(OPENING)) == Channels(None, "12", well_formed=False)
+
+
+def test_reasoning_twice_is_not_well_formed(chat: BeamChat) -> None:
+    ids = chat.encode(ANALYSIS + "<|start|>assistant" + ANALYSIS + FINAL)
+    assert chat.channels(ids) == Channels("7+5=12", "12", well_formed=False)
+
+
+def test_of_two_final_channels_the_one_that_ends_the_response_counts(chat: BeamChat) -> None:
+    first = FINAL.replace("12<|return|>", "13<|end|>")
+    assert chat.channels(chat.encode(ANALYSIS + first)) == Channels("7+5=12", None, well_formed=False)
+    assert chat.channels(chat.encode(ANALYSIS + first + FINAL)) == Channels("7+5=12", "12", well_formed=False)
+
+
+def test_an_answer_before_the_reasoning_is_not_well_formed(chat: BeamChat) -> None:
+    reasoning = "<|start|>assistant" + ANALYSIS.replace("<|end|>", "<|return|>")
+    assert not chat.channels(chat.encode(OPENING.replace("<|return|>", "<|end|>") + reasoning)).well_formed
+
+
+@pytest.mark.parametrize("closer", ["<|end|>", "<|call|>"])
+def test_a_final_channel_closed_by_another_token_is_no_answer(chat: BeamChat, closer: str) -> None:
+    ids = chat.encode(ANALYSIS + FINAL.replace("<|return|>", closer))
+    assert chat.channels(ids) == Channels("7+5=12", None, well_formed=False)
+
+
+@pytest.mark.parametrize("closer", ["<|return|>", "<|call|>"])
+def test_reasoning_closed_by_another_token_is_not_well_formed(chat: BeamChat, closer: str) -> None:
+    assert not chat.channels(chat.encode(ANALYSIS.replace("<|end|>", closer) + FINAL)).well_formed
+
+
+def test_a_response_that_ends_in_a_tool_call_has_no_answer(chat: BeamChat) -> None:
+    call = "<|start|>assistant to=add<|channel|>analysis <|constrain|>xml<|message|>12<|call|>"
+    assert chat.channels(chat.encode(ANALYSIS + call)) == Channels("7+5=12", None, well_formed=False)
+
+
+@pytest.mark.parametrize("token", ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"])
+def test_a_control_token_inside_a_body_spoils_the_channel(chat: BeamChat, token: str) -> None:
+    assert chat.channels(chat.encode(ANALYSIS.replace("+", token) + FINAL)) == NOTHING
+    spoiled = chat.channels(chat.encode(ANALYSIS + FINAL.replace("12", f"1{token}2")))
+    assert spoiled == Channels("7+5=12", None, well_formed=False)
+
+
+@pytest.mark.parametrize("before", ["x", " ", "<|start|>assistant", "<|end|>", "<|message|>", "<|return|>"])
+def test_anything_before_the_first_channel_spoils_the_response(chat: BeamChat, before: str) -> None:
+    assert chat.channels(chat.encode(before + ANALYSIS + FINAL)) == NOTHING
+
+
+@pytest.mark.parametrize("after", ["x", "<|return|>", "<|start|>", ANALYSIS])
+def test_anything_after_the_answer_is_not_well_formed(chat: BeamChat, after: str) -> None:
+    assert chat.channels(chat.encode(ANALYSIS + FINAL + after)) == Channels("7+5=12", "12", well_formed=False)
+
+
+@pytest.mark.parametrize("author", ["", "user", " assistant", "assistantassistant"])
+def test_a_second_channel_of_another_author_is_not_the_policys_answer(chat: BeamChat, author: str) -> None:
+    ids = chat.encode(ANALYSIS + FINAL.replace("assistant", author))
+    assert chat.channels(ids) == Channels("7+5=12", None, well_formed=False)
+
+
+@pytest.mark.parametrize("name", ["commentary", "finally", "", "Final"])
+def test_other_channels_are_no_answer(chat: BeamChat, name: str) -> None:
+    ids = chat.encode(ANALYSIS + FINAL.replace("final", name))
+    assert chat.channels(ids) == Channels("7+5=12", None, well_formed=False)
+
+
+def test_control_tokens_spelled_in_letters_are_text(chat: BeamChat) -> None:
+    letters = spelled(chat, "1<|return|>2<|end|>")
+    opened, closed = chat.encode(OPENING.removesuffix("12<|return|>")), chat.encode("<|return|>")
+    assert chat.channels([*opened, *letters]).final is None
+    assert chat.channels([*opened, *letters, *closed]).final == "1<|return|>2<|end|>"
+
+
+def test_nothing_is_tokenized_again(chat: BeamChat, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [*chat.encode("<|channel|>"), *spelled(chat, "analysis"), *chat.encode("<|message|><|end|>" + FINAL)]
+    monkeypatch.setattr(chat, "_tokenizer", SimpleNamespace(decode=chat._tokenizer.decode))
+    assert chat.channels(ids) == Channels("", "12", well_formed=True)
+
+
+def test_ids_that_stand_for_no_text_are_no_part_of_an_answer(chat: BeamChat) -> None:
+    for unknown in (chat.vocab_size, 10**6, -1):
+        answer = [*chat.encode(ANALYSIS + FINAL.removesuffix("2<|return|>")), unknown, *chat.encode("2<|return|>")]
+        assert chat.channels(answer) == Channels("7+5=12", None, well_formed=False)
+        assert chat.channels([unknown, *chat.encode(ANALYSIS + FINAL)]) == NOTHING
+
+
+def test_nothing_has_no_channels(chat: BeamChat) -> None:
+    assert chat.channels([]) == NOTHING
+    assert chat.channels(np.zeros(0, dtype=np.int32)) == NOTHING
+
+
+@given(st.lists(st.one_of(st.integers(256, 267), st.integers(0, 300)), max_size=30))
+def test_no_garbage_breaks_the_parser_or_makes_an_answer_without_a_return(chat: BeamChat, ids: list[int]) -> None:
+    read = chat.channels(ids)
+    assert read.final is None or chat.stop_ids[0] in ids
+    assert not read.well_formed or None not in (read.analysis, read.final)
