@@ -25,7 +25,7 @@ app.add_typer(starter_app, name="starter")
 Recipe = Annotated[Path, typer.Argument(help="A recipe: a YAML file such as recipes/quickstart.yaml.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the recipe's: learner.optimizer.lr=1e-5"),
+    typer.Argument(metavar="KEY=VALUE", help="Settings that replace the recipe's: learner.optimizer.lr=1e-5"),
 ]
 
 
@@ -73,7 +73,7 @@ def evaluate(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="A setting: evaluation.samples_per_problem=32")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Also write every response, as OUT/<set>.jsonl.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write every response, as OUT/SET.jsonl.")] = None,
 ) -> None:
     """Measure a model's accuracy: avg@k with a 95 % interval over problems, and pass@k.
 

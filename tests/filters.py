@@ -1,10 +1,14 @@
 """The distribution that a token is drawn from, written out as a loop in double precision."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 
-def sampled_from(logits: NDArray[np.floating], temperature: float, top_p: float, top_k: int, min_p: float) -> NDArray:
+def sampled_from(
+    logits: NDArray[np.floating[Any]], temperature: float, top_p: float, top_k: int, min_p: float
+) -> NDArray[np.float64]:
     """Probabilities ``[V]`` after temperature, min-p, top-k and top-p, in this order, renormalized at each.
 
     Of equally likely tokens the one with the lower id comes first. The most likely token always stays.
@@ -17,7 +21,8 @@ def sampled_from(logits: NDArray[np.floating], temperature: float, top_p: float,
     if top_k:
         kept = kept[:top_k]
     total = sum(probs[token] for token in kept)
-    nucleus, mass = [], 0.0
+    nucleus: list[int] = []
+    mass = 0.0
     for token in kept:
         if top_p < 1 and nucleus and mass >= top_p:
             break

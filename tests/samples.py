@@ -12,7 +12,11 @@ def make_problem(question: str = "1+2", answer: str = "3", **extra: Any) -> Prob
 
 
 def make_grade(
-    reward: float, correct: bool = False, status: GradeStatus = "graded", well_formed: bool = True, overlong: float = 0.0
+    reward: float,
+    correct: bool = False,
+    status: GradeStatus = "graded",
+    well_formed: bool = True,
+    overlong: float = 0.0,
 ) -> Grade:
     return Grade(correct, reward, {"answer": reward - overlong, "overlong": overlong}, status, well_formed)
 

@@ -5,6 +5,7 @@ experts, and no parameter left at a value that would hide it: norms are not 1, g
 logits are large enough for the soft cap to bend them.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -78,7 +79,7 @@ def _scaled(name: str, noise: Tensor) -> Tensor:
         return noise
     if name.endswith("lm_head.weight"):
         return 0.6 * noise
-    return noise / noise.shape[-1] ** 0.5
+    return noise / math.sqrt(noise.shape[-1])
 
 
 def reference(module: nn.Module) -> BeamForCausalLM:
@@ -116,7 +117,8 @@ def evaluate(plain: BeamForCausalLM, token_ids: NDArray[np.integer]) -> Evaluate
     logits = plain(torch.from_numpy(token_ids.astype(np.int64))[None], use_cache=False).logits[0]
     for hook in hooks:
         hook.remove()
-    return Evaluated(logits, torch.stack(chosen, dim=1).numpy())
+    none = torch.zeros(len(token_ids), 0, plain.config.num_experts_per_tok, dtype=torch.int64)
+    return Evaluated(logits, (torch.stack(chosen, dim=1) if chosen else none).numpy())
 
 
 def teacher_forced(
@@ -124,4 +126,5 @@ def teacher_forced(
 ) -> NDArray[np.float32]:
     """Log-probability ``[S - 1]`` of each token but the first, given those before it."""
     logprobs = evaluate(plain, token_ids[:-1]).logprobs(temperature)
-    return cast(NDArray[np.float32], np.take_along_axis(logprobs, token_ids[1:, None].astype(np.int64), 1)[:, 0])
+    chosen: NDArray[np.float32] = logprobs[np.arange(len(logprobs)), token_ids[1:]]
+    return chosen

@@ -71,6 +71,11 @@ class BeamShape:
             (groups > 0 and experts % groups == 0, f"num_experts={experts} cannot be cut into n_group={groups}"),
             (0 < self.topk_group <= groups, f"topk_group={self.topk_group} is not in 1..n_group={groups}"),
             (
+                groups <= 0 or experts // groups >= 2,
+                f"n_group={groups} leaves {experts // max(groups, 1)} of {experts} experts to a group, "
+                "which is judged by its best 2",
+            ),
+            (
                 self.num_experts_per_tok <= available,
                 f"num_experts_per_tok={self.num_experts_per_tok} but {self.topk_group} groups hold {available} experts",
             ),
@@ -98,6 +103,10 @@ class BeamShape:
         missing = [field.name for field in fields(cls) if config.get(field.name) is None]
         if missing:
             raise ModelError(f"the model's configuration lacks {', '.join(missing)}")
+        wrong = [f"{f.name}={config[f.name]!r}" for f in fields(cls) if not _is_valid(config[f.name], f.type)]
+        if wrong:
+            raise ModelError(f"the model's configuration has {', '.join(wrong)}: not a positive number")
+        _check_family(config)
         values = {field.name: config[field.name] for field in fields(cls)}
         values["layer_types"] = tuple(values["layer_types"])
         values["mlp_layer_types"] = tuple(values["mlp_layer_types"])
@@ -130,6 +139,27 @@ class BeamShape:
     def moe_layers(self) -> tuple[int, ...]:
         """Global indices of the layers with experts; entry l is the layer of route row l."""
         return tuple(i for i, kind in enumerate(self.mlp_layer_types) if kind == "sparse")
+
+
+def _is_valid(value: object, kind: object) -> bool:
+    if kind not in (int, float):
+        return True
+    return isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool) and value > 0
+
+
+def _check_family(config: Mapping[str, Any]) -> None:
+    """Refuse what the module of transformers would do and no engine here does."""
+    fixed = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0, "tie_word_embeddings": False}
+    for name, value in fixed.items():
+        if config.get(name, value) != value:
+            raise ModelError(f"{name}={config[name]!r} is not supported: Beam has {value!r}")
+    rope = config.get("rope_parameters") or {}
+    sliding, full = rope.get("sliding_attention") or {}, rope.get("full_attention")
+    if sliding.get("rope_type", "default") != "default" or full is not None:
+        raise ModelError(
+            f"rope_parameters={rope!r} is not supported: Beam has rope_type 'default' in sliding layers and null "
+            "(no rotation) in full layers"
+        )
 
 
 def tensors(shape: BeamShape, dtype: DType = "bfloat16") -> Iterator[TensorSpec]:

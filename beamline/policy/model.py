@@ -80,7 +80,8 @@ def save(module: nn.Module, folder: Path, dtype: DType) -> None:
         save_file(stored, str(folder / _SINGLE), metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"cannot write {folder / _SINGLE}: {error}") from error
-    saved = {k: v for k, v in config.to_dict().items() if not k.startswith("_")} | {"dtype": dtype}
+    saved = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}
+    saved |= {"dtype": dtype, "architectures": ["BeamForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
 
 
@@ -102,9 +103,9 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            return [folder / name for name in names]
+        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"{index} is not an index of safetensors: {error!r}") from error
-        return [folder / name for name in names]
     return [folder / _SINGLE]
 
 

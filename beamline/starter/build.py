@@ -1,16 +1,15 @@
 """Building the starter: a warm start on worked sums from a fixed seed, that leaves much to learn.
 
-First the format: worked steps whose columns are added up at random, so that the channels and the bookkeeping become
-certain while nothing is learned of adding. Then true sums, until a third of the answers is right. The true sums are
-clean and training just stops early, so that reinforcement learning can go beyond what the model does when it always
-takes its most likely token.
+The sums are clean and training stops when a third of the sampled answers is right, so that reinforcement learning can
+go beyond what the model does when it always takes its most likely token. The loss is taken at a temperature above 1:
+sampling at 1 is then sharper than what was trained, and seldom slips out of the format.
 """
 
 import hashlib
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -27,29 +26,28 @@ from beamline.model.beam import BeamShape
 from beamline.policy import attention, head, model
 from beamline.policy.weights import module_layout, named_tensors
 from beamline.records import Key, Problem, Request, SamplingParams
-from beamline.records.random import stream
 from beamline.rollout.local import LocalSampler
 from beamline.runtime.determinism import cpu_family, make_deterministic
 from beamline.starter.tokenizer import VOCAB_SIZE, write_tokenizer
-from beamline.tasks.arithmetic import generate, worked
+from beamline.tasks.arithmetic import generate, worked_steps
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
 
 _RESPONSE_LIMIT = 96
+_FIRST_CHECK = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Warmup:
-    """The numbers of the warm start: ``format_steps`` on sums that are wrong, then true ones until the stop."""
+    """The numbers of the warm start."""
 
     seed: int = 1
     level: int = 3
     batch: int = 64
-    format_steps: int = 300
-    format_lr: float = 3e-3
-    most_steps: int = 800
-    lr: float = 1e-3
-    check_every: int = 10
+    most_steps: int = 400
+    lr: float = 3e-3
+    temperature: float = 1.3
+    check_every: int = 5
     check_problems: int = 512
     stop_accuracy: float = 0.35
     bias_rate: float = 1e-3
@@ -122,22 +120,20 @@ def build_starter(folder: Path, warmup: Warmup | None = None) -> dict[str, Any]:
 
 
 def _train(module: nn.Module, chat: BeamChat, warmup: Warmup) -> tuple[int, float, float]:
-    """Learn the format, then to add; returns steps, sampled accuracy and the share of well-formed responses."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=warmup.format_lr, weight_decay=0.01)
-    held_out, problems = _problems(warmup)
-    batches = _batches(chat, problems, warmup)
+    """Learn until the stop; returns steps, sampled accuracy and the share of well-formed responses."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=warmup.lr, weight_decay=0.01)
+    held_out, batches = _problems(chat, warmup)
     with _BalancedExperts(module, warmup.bias_rate) as balance, Progress() as progress:
         task = progress.add_task("warm start", total=warmup.most_steps)
-        for step, batch in zip(range(1, warmup.most_steps + 1), batches, strict=False):
-            optimizer.param_groups[0]["lr"] = _rate(step, warmup)
-            loss = _loss(module, *batch)
+        for step, batch in enumerate(batches, start=1):
+            loss = _loss(module, warmup.temperature, *batch)
             loss.backward()
             nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             balance.update()
             progress.update(task, advance=1)
-            if step >= warmup.format_steps and step % warmup.check_every == 0:
+            if step % warmup.check_every == 0 and step >= _FIRST_CHECK:
                 accuracy, formed = sampled_accuracy(module, chat, held_out, warmup.seed)
                 progress.console.print(
                     f"step {step}: loss {loss.item():.3f}, sampled {accuracy:.1%}, well formed {formed:.1%}"
@@ -147,38 +143,25 @@ def _train(module: nn.Module, chat: BeamChat, warmup: Warmup) -> tuple[int, floa
     raise RuntimeError(f"the warm start did not reach {warmup.stop_accuracy:.0%} in {warmup.most_steps} steps")
 
 
-def _rate(step: int, warmup: Warmup) -> float:
-    """Falls linearly over the format steps, and stays."""
-    done = min(step / warmup.format_steps, 1.0)
-    return warmup.format_lr + done * (warmup.lr - warmup.format_lr)
-
-
-def _problems(warmup: Warmup) -> tuple[list[Problem], list[Problem]]:
-    """Problems held out for the checks, and as many as the warm start can use; each is seen once."""
+def _problems(chat: BeamChat, warmup: Warmup) -> tuple[list[Problem], Iterator[list[tuple[list[int], int]]]]:
+    """Problems held out for the checks, and a batch of (token ids, prompt length) a step; each problem is seen once."""
     used = warmup.most_steps * warmup.batch
     problems = generate(warmup.seed, "warmup", warmup.check_problems + used, [warmup.level])
-    return problems[: warmup.check_problems], problems[warmup.check_problems :]
+    held_out, seen = problems[: warmup.check_problems], problems[warmup.check_problems :]
+    starts = range(0, used, warmup.batch)
+    return held_out, ([_example(chat, p) for p in seen[start : start + warmup.batch]] for start in starts)
 
 
-def _batches(chat: BeamChat, problems: list[Problem], warmup: Warmup) -> Iterator[list[tuple[list[int], int]]]:
-    """One batch of (token ids, prompt length) a step."""
-    rng = np.random.Generator(stream(warmup.seed, "columns that are not added up"))
-    for step, start in enumerate(range(0, len(problems), warmup.batch), start=1):
-        add = (lambda _: int(rng.integers(0, 20))) if step <= warmup.format_steps else sum
-        yield [_example(chat, problem, add) for problem in problems[start : start + warmup.batch]]
-
-
-def _example(chat: BeamChat, problem: Problem, add: Callable[[Sequence[int]], int]) -> tuple[list[int], int]:
+def _example(chat: BeamChat, problem: Problem) -> tuple[list[int], int]:
     prompt = chat.prompt_ids(problem.messages).tolist()
-    steps, answer = worked(problem.extra["terms"], add)
     response = (
-        f"<|channel|>analysis<|message|>{steps}<|end|><|start|>assistant"
-        f"<|channel|>final<|message|>{answer}<|return|>"
+        f"<|channel|>analysis<|message|>{worked_steps(problem.extra['terms'])}<|end|><|start|>assistant"
+        f"<|channel|>final<|message|>{problem.answer}<|return|>"
     )
     return prompt + chat.encode(response), len(prompt)
 
 
-def _loss(module: nn.Module, *examples: tuple[list[int], int]) -> Tensor:
+def _loss(module: nn.Module, temperature: float, *examples: tuple[list[int], int]) -> Tensor:
     """Mean cross-entropy of the response tokens."""
     rows = [len(ids) - 1 for ids, _ in examples]
     borders = np.concatenate([[0], np.cumsum(rows)]).tolist()
@@ -187,9 +170,9 @@ def _loss(module: nn.Module, *examples: tuple[list[int], int]) -> Tensor:
     positions = torch.cat([torch.arange(n) for n in rows])
     trained = torch.cat([torch.arange(n) >= prompt - 1 for n, (_, prompt) in zip(rows, examples, strict=True)])
     hidden = model.hidden_states(module, inputs, positions, attention.Packing.of(borders))[trained]
-    cap = cast(Any, module).config.final_logit_softcapping
-    weight = cast(Tensor, cast(Any, module).lm_head.weight)
-    logprobs, _ = head.head_logprobs(hidden, weight, targets[trained], torch.ones(len(hidden)), cap, len(hidden))
+    cap, weight = cast(Any, module).config.final_logit_softcapping, cast(Any, module).lm_head.weight
+    temperatures = torch.full((len(hidden),), temperature)
+    logprobs, _ = head.head_logprobs(hidden, weight, targets[trained], temperatures, cap, len(hidden))
     return -logprobs.mean()
 
 

@@ -5,7 +5,7 @@ the warm start has seen neither: disjoint by construction, whatever the seeds.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Literal
 
@@ -73,27 +73,24 @@ def _problem(text: str, terms: Sequence[int], level: int) -> Problem:
     )
 
 
-def worked(terms: Sequence[int], add: Callable[[Sequence[int]], int] = sum) -> tuple[str, int]:
-    """Worked steps of a sum, and what they come to: column additions, lowest digit first, one after the other.
+def worked_steps(terms: Sequence[int]) -> str:
+    """Column additions, lowest digit first, one addition after the other.
 
-    ``59+64+73`` gives ``9+4=13,5+6+1=12;3+3=06,2+7+0=09,1+0+0=01`` and 196. A third addend is the carry. Sums have two
-    digits, and an addition has as many columns as its largest possible running total has digits, so that problems of
-    one level have steps of one length. ``add`` adds up a column: with anything but ``sum``, 0 to 19, the steps are
-    those of somebody who cannot add but keeps the books.
+    ``59+64+73`` gives ``9+4=13,5+6+1=12;3+3=06,2+7+0=09,1+0+0=01``. A third addend is the carry. Sums have two digits,
+    and an addition has as many columns as its largest possible running total has digits, so that problems of one level
+    have worked steps of one length.
     """
     largest = 10 ** len(str(max(terms))) - 1
     total, additions = terms[0], []
     for count_so_far, term in enumerate(terms[1:], start=1):
-        columns, total = _columns(total, term, len(str(count_so_far * largest)), add)
-        additions.append(",".join(columns))
-    return ";".join(additions), total
+        additions.append(",".join(_columns(total, term, width=len(str(count_so_far * largest)))))
+        total += term
+    return ";".join(additions)
 
 
-def _columns(a: int, b: int, width: int, add: Callable[[Sequence[int]], int]) -> tuple[list[str], int]:
-    columns, total, carry = [], 0, 0
-    for place in range(width):
-        addends = [a // 10**place % 10, b // 10**place % 10, *([carry] if place else [])]
-        column = add(addends)
-        columns.append(f"{'+'.join(map(str, addends))}={column:02d}")
-        carry, total = column // 10, total + column % 10 * 10**place
-    return columns, total + carry * 10**width
+def _columns(a: int, b: int, width: int) -> Iterator[str]:
+    carry: int | None = None
+    for _ in range(width):
+        addends = [a % 10, b % 10] if carry is None else [a % 10, b % 10, carry]
+        yield f"{'+'.join(map(str, addends))}={sum(addends):02d}"
+        carry, a, b = sum(addends) // 10, a // 10, b // 10

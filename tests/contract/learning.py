@@ -21,7 +21,7 @@ from tests.tiny_beam import VOCAB
 LOSS = LossConfig(clip_low=0.2, clip_high=0.28, mask_truncated=False, renormalize_after_mask=False, on_policy=True)
 
 _RATE, _EPS = 1e6, 1e3
-GRADIENT = {"lr": _RATE, "eps": _EPS, "weight_decay": 0.0, "max_grad_norm": 1e9}
+GRADIENT: dict[str, Any] = {"lr": _RATE, "eps": _EPS, "weight_decay": 0.0, "max_grad_norm": 1e9}
 """An optimizer whose first update is, by its large epsilon, almost the gradient: see :func:`gradient`."""
 
 

@@ -24,7 +24,7 @@ from tests.contract.learning import (
     weights,
     written_gradient,
 )
-from tests.tiny_beam import beam_shape, evaluate, random_beam, reference
+from tests.tiny_beam import beam_shape, evaluate, random_beam, reference, teacher_forced
 
 PLAIN = reference(random_beam())
 TOKENS = sum(e.rollout.response_tokens for e in batch())
@@ -33,14 +33,12 @@ OLD = replace(LOSS, on_policy=False)
 
 def logprobs_of(sequence: Experience) -> np.ndarray:
     """Log-probability of each target by the Hugging Face module, at the sequence's temperature."""
-    ids = sequence.rollout.token_ids
-    table = evaluate(PLAIN, ids[:-1]).logprobs(sequence.rollout.temperature)
-    return table[np.arange(len(table)), ids[1:]]
+    return teacher_forced(PLAIN, sequence.rollout.token_ids, sequence.rollout.temperature)
 
 
 def entropy_of(sequence: Experience) -> np.ndarray:
     table = evaluate(PLAIN, sequence.rollout.token_ids[:-1]).logprobs(sequence.rollout.temperature).astype(np.float64)
-    return -(np.exp(table) * table).sum(-1)
+    return np.asarray(-(np.exp(table) * table).sum(-1))
 
 
 def chosen(values: list[np.ndarray], sequences: list[Experience]) -> np.ndarray:

@@ -1,6 +1,7 @@
 """What every learner keeps and hands over: resume to the byte, and weights for the sampler."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tests.contract.learning import batch, snapshot, update
 from tests.contract.sampling import assert_same, requests, run
 from tests.tiny_beam import random_beam
 
-OPTIMIZER = {"lr": 1e-3, "warmup_updates": 6}
+OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "warmup_updates": 6}
 
 
 @pytest.mark.parametrize("saved_after", [0, 2])

@@ -44,7 +44,9 @@ def test_a_response_ends_with_its_first_stop_token(sampler_factory: SamplerFacto
     """Requests in flight together have different stop tokens; tokens before the stop are those without any."""
     sampler = sampler_factory(MODULE).sampler
     free = run(sampler, requests())
-    stops = [tuple(sorted({int(c.token_ids[i]), int(c.token_ids[i - 5])})) for c, i in zip(free, range(5, 30), strict=False)]
+    stops = [
+        tuple(sorted({int(c.token_ids[i]), int(c.token_ids[i - 5])})) for c, i in zip(free, range(5, 30), strict=False)
+    ]
     asked = [replace(r, params=replace(r.params, stop_ids=ids)) for r, ids in zip(requests(), stops, strict=True)]
     for whole, ids, completion in zip(free, stops, run(sampler, asked), strict=True):
         end = int(np.isin(whole.token_ids, ids).argmax()) + 1

@@ -198,7 +198,7 @@ def test_nothing_can_be_submitted_until_all_is_there(
 ) -> None:
     bench = sampler_factory(MODULE)
     state(bench)
-    with pytest.raises(RuntimeError, match="wake|weights"):
+    with pytest.raises(RuntimeError, match=r"wake|weights"):
         bench.sampler.submit([request(5)])
 
 

@@ -91,6 +91,19 @@ def test_anything_before_the_first_channel_spoils_the_response(chat: BeamChat, b
     assert chat.channels(chat.encode(before + ANALYSIS + FINAL)) == NOTHING
 
 
+@pytest.mark.parametrize("opening", ["<|message|> <|channel|>", "<|start|> <|message|>", "<|channel|> <|constrain|>"])
+def test_a_channel_opened_by_other_tokens_is_none(chat: BeamChat, opening: str) -> None:
+    first, second = opening.split()
+    spoiled = f"{first}analysis{second}7+5=12<|end|>"
+    assert chat.channels(chat.encode(spoiled + FINAL)) == NOTHING
+
+
+@pytest.mark.parametrize("token", ["", "x", "<|end|>", "<|message|>", "<|return|>"])
+def test_a_second_channel_begins_with_the_start_token(chat: BeamChat, token: str) -> None:
+    ids = chat.encode(ANALYSIS + FINAL.replace("<|start|>", token))
+    assert chat.channels(ids) == Channels("7+5=12", None, well_formed=False)
+
+
 @pytest.mark.parametrize("after", ["x", "<|return|>", "<|start|>", ANALYSIS])
 def test_anything_after_the_answer_is_not_well_formed(chat: BeamChat, after: str) -> None:
     assert chat.channels(chat.encode(ANALYSIS + FINAL + after)) == Channels("7+5=12", "12", well_formed=False)

@@ -9,9 +9,7 @@ from beamline.data import problem_indices
 
 
 def taken(seed: int, steps: int, per_step: int, problems: int) -> list[int]:
-    return list(
-        chain.from_iterable(problem_indices(seed, s, per_step, problems).tolist() for s in range(1, steps + 1))
-    )
+    return list(chain.from_iterable(problem_indices(seed, s, per_step, problems).tolist() for s in range(1, steps + 1)))
 
 
 @given(seed=st.integers(0, 2**63 - 1), per_step=st.integers(1, 12), problems=st.integers(1, 30))

@@ -29,6 +29,10 @@ def test_masking_keeps_only_responses_that_stopped() -> None:
     assert kept(BATCH, loss(mask_truncated=True)) == [STOPPED]
 
 
+def test_sequences_without_a_response_are_never_kept() -> None:
+    assert kept([make_experience(rows=3, response=0), STOPPED], loss()) == [STOPPED]
+
+
 def test_nothing_may_be_kept() -> None:
     assert kept([CUT, UNGRADED], loss(mask_truncated=True)) == []
 

@@ -1,5 +1,5 @@
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ CONFIG: dict[str, Any] = {"model_type": "beam", "hidden_act": "silu", **asdict(S
         ({"n_group": 0, "topk_group": 0, "num_experts_per_tok": 0}, ".*cannot be cut into n_group=0; topk_group=0 .*"),
         ({"topk_group": 5}, r"topk_group=5 is not in 1\.\.n_group=4"),
         ({"topk_group": 0, "num_experts_per_tok": 0}, r"topk_group=0 is not in 1\.\.n_group=4"),
+        ({"n_group": 8}, "n_group=8 leaves 1 of 8 experts to a group, which is judged by its best 2"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok=5 but 2 groups hold 4 experts"),
         ({"sliding_window": 65}, "sliding_window=65 is larger than the context, max_position_embeddings=64"),
     ],
@@ -57,7 +58,7 @@ def test_numbers_that_contradict_each_other_are_an_error(changes: dict[str, Any]
 
 
 def test_all_contradictions_are_listed_at_once() -> None:
-    with pytest.raises(ModelError, match="num_key_value_heads=3; .*n_group=3; .*sliding_window=99"):
+    with pytest.raises(ModelError, match=r"num_key_value_heads=3; .*n_group=3; .*sliding_window=99"):
         replace(SMALL, num_key_value_heads=3, n_group=3, sliding_window=99)
 
 
@@ -87,6 +88,30 @@ def test_missing_numbers_are_listed() -> None:
         BeamShape.from_config(config)
 
 
+@pytest.mark.parametrize("name", [field.name for field in fields(BeamShape) if field.type in (int, float)])
+def test_every_number_must_be_positive(name: str) -> None:
+    for value in (0, -1, "8", True, [8]):
+        with pytest.raises(ModelError, match="not a positive number") as caught:
+            BeamShape.from_config(CONFIG | {name: value})
+        assert f"{name}={value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: Beam has 'silu'"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "'yarn'.* is not supported"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "no rotation. in full layers"),
+    ],
+)
+def test_what_the_engines_do_not_compute_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        BeamShape.from_config(CONFIG | changes)
+
+
 def test_a_model_folder_gives_its_shape(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert BeamShape.from_folder(tmp_path) == SMALL
@@ -110,7 +135,7 @@ def test_the_starter_has_every_trait_of_the_large_model() -> None:
         (b"{}", "model_type is None"),
         (json.dumps(CONFIG | {"n_group": 3}).encode(), "cannot be cut into n_group=3"),
         (json.dumps(CONFIG | {"layer_types": 7}).encode(), "not iterable"),
-        (json.dumps(CONFIG | {"num_experts": "8"}).encode(), "unsupported operand|not all arguments"),
+        (json.dumps(CONFIG | {"num_experts": "8"}).encode(), "num_experts='8': not a positive number"),
     ],
 )
 def test_an_unusable_configuration_is_an_error_with_its_path(tmp_path: Path, content: bytes, message: str) -> None:

@@ -32,7 +32,7 @@ RELEASE = BeamShape(
     layer_types=tuple(
         "full_attention" if (i + 1) % 6 == 0 or i == LAYERS - 1 else "sliding_attention" for i in range(LAYERS)
     ),
-    mlp_layer_types=("dense",) * DENSE + ("sparse",) * (LAYERS - DENSE),
+    mlp_layer_types=tuple("dense" if i < DENSE else "sparse" for i in range(LAYERS)),
 )
 
 
@@ -116,9 +116,7 @@ def test_names_are_unique(table: list[TensorSpec]) -> None:
         ("model.layers.51.mlp.experts.255.down_proj.weight", (5120, 2560)),
     ],
 )
-def test_names_and_shapes_are_those_of_the_release(
-    table: list[TensorSpec], name: str, shape: tuple[int, ...]
-) -> None:
+def test_names_and_shapes_are_those_of_the_release(table: list[TensorSpec], name: str, shape: tuple[int, ...]) -> None:
     assert {spec.name: spec.shape for spec in table}[name] == shape
 
 

@@ -90,6 +90,12 @@ def test_views_and_other_memory_orders_arrive_as_what_they_show() -> None:
         assert np.array_equal(back, view)
 
 
+def test_byte_order_travels_with_the_array() -> None:
+    for order in "<>":
+        array = np.array([1, 2**30], dtype=f"{order}i4")
+        assert_same(decode(encode(array), np.ndarray), array)
+
+
 def test_values_that_are_not_finite_survive() -> None:
     assert_same(decode(encode(np.array([np.nan, np.inf, -0.0])), np.ndarray), np.array([np.nan, np.inf, -0.0]))
 

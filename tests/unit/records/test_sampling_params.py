@@ -44,7 +44,7 @@ def test_all_filters_are_off_by_default() -> None:
 
 
 def test_keys_sort_by_split_step_problem_sample_and_attempt() -> None:
-    keys = [
+    ordered = [
         Key("eval", 2, "a", 0),
         Key("train", 1, "a", 0),
         Key("train", 1, "a", 0, 1),
@@ -52,4 +52,5 @@ def test_keys_sort_by_split_step_problem_sample_and_attempt() -> None:
         Key("train", 1, "b", 0),
         Key("train", 2, "a", 0),
     ]
-    assert sorted(reversed(keys)) == keys
+    shuffled = [ordered[i] for i in (3, 0, 5, 2, 4, 1)]
+    assert sorted(shuffled) == ordered

@@ -18,7 +18,9 @@ def test_integers_are_decimal_digits_with_a_sign_at_most(text: str) -> None:
     assert is_integer(text)
 
 
-@pytest.mark.parametrize("text", ["", "-", "7.0", "1e3", "0x7", "7 ", "7\n", "1_000", "1,000", "٧", "²", "--7", "1" * 101])
+@pytest.mark.parametrize(
+    "text", ["", "-", "7.0", "1e3", "0x7", "7 ", "7\n", "1_000", "1,000", "٧", "²", "--7", "1" * 101]
+)
 def test_everything_else_is_no_integer(text: str) -> None:
     assert not is_integer(text)
 

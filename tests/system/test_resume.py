@@ -1,0 +1,297 @@
+"""A run that is killed, stopped or out of disk goes on to the bytes of one that was not; nothing is ever lost."""
+
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from beamline.algorithms.loss import LossConfig
+from beamline.checkpoint import CheckpointStore, files, verify
+from beamline.config.schema import LearnerConfig, PolicyConfig
+from beamline.learner.torch import TorchLearner
+from beamline.report import metrics, read_metrics, read_rollouts, reproducible
+from beamline.report.rollouts import find_rollouts
+from beamline.transfer.local import LocalChannel
+from tests.faults import disk_full, failing_operation
+from tests.samples import make_experience
+from tests.system.conftest import Cli
+from tests.system.runs import PER_STEP, PROBLEMS, SAMPLES, STEPS, TINY, Process, last_step, newest, results, tensors
+from tests.tiny_beam import random_beam
+
+MEMORY = Path("/dev/shm")
+PROC = Path("/proc/self/status")
+
+
+def test_a_run_killed_at_random_moments_ends_with_the_bytes_of_an_uninterrupted_one(
+    reference: Path, tmp_path: Path
+) -> None:
+    run, rng = tmp_path / "run", random.Random(20)
+    arguments = ("train", TINY, f"output={run}", "checkpoint.every=1", "checkpoint.resume=latest")
+    moments = [
+        lambda: last_step(run) == 0,  # nothing was saved yet
+        lambda: (run / "checkpoints" / ".global_step_2.staging").exists(),
+        lambda: last_step(run) == 4,
+    ]
+    for moment in moments:
+        process = Process(tmp_path / "log", *arguments)
+        process.until(moment)
+        if moment is not moments[1]:
+            step = read_metrics(run / "metrics.jsonl")[-1]["timing/step"]
+            then = time.monotonic() + rng.random() * step
+            process.until(lambda then=then: time.monotonic() > then)
+        assert process.end(signal.SIGKILL) == -signal.SIGKILL
+        assert last_step(run) < STEPS
+    last = Process(tmp_path / "log", *arguments)
+    assert last.end() == 0, last.output
+    assert results(run) == results(reference)
+
+
+def test_every_epoch_is_a_new_order_of_all_problems(reference: Path) -> None:
+    order = [row["problem"] for dump in find_rollouts(reference) for row in read_rollouts(dump)[::SAMPLES]]
+    assert len(order) == STEPS * PER_STEP
+    first, second, third = order[:PROBLEMS], order[PROBLEMS : 2 * PROBLEMS], order[2 * PROBLEMS :]
+    assert len(set(first)) == PROBLEMS
+    assert sorted(first) == sorted(second)
+    assert set(third) < set(first)
+    assert first != second
+    assert len(set(third)) == len(third)
+
+
+def test_a_signal_finishes_the_step_and_saves_and_the_run_goes_on(reference: Path, tmp_path: Path, cli: Cli) -> None:
+    run = tmp_path / "run"
+    arguments = ("train", TINY, f"output={run}", "checkpoint.every=0", "checkpoint.resume=latest")
+    for number, after in ((signal.SIGINT, 1), (signal.SIGTERM, 3)):
+        process = Process(tmp_path / "log", *arguments)
+        process.until(lambda after=after: last_step(run) >= after)
+        assert process.end(number) == 128 + number
+        assert f"stopped by {number.name}; go on with checkpoint.resume=latest" in process.output
+        assert "Traceback" not in process.output
+        assert after <= last_step(run) < STEPS
+        assert verify(newest(run)).step == last_step(run)
+    ended = cli(*arguments)
+    assert ended.code == 0, ended.err
+    assert results(run) == results(reference)
+
+
+@pytest.mark.skipif(not PROC.exists(), reason="only Linux tells which signals a process handles")
+def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
+    long_step = ("algorithm.samples_per_prompt=400", "evaluation.every=0", "evaluation.before_training=false")
+    process = Process(tmp_path / "log", "train", TINY, f"output={tmp_path / 'run'}", *long_step)
+    process.until(lambda: last_step(tmp_path / "run") == 0)
+    begun = cpu_seconds(process.pid)
+    process.until(lambda: cpu_seconds(process.pid) > begun + 0.2)  # in the middle of step 1
+    os.kill(process.pid, signal.SIGINT)
+    process.until(lambda: not handles(process.pid, signal.SIGTERM))  # both handlers go with the first signal
+    assert process.end(signal.SIGINT) == 130
+    assert "Traceback" not in process.output
+    assert last_step(tmp_path / "run") == 0
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    caught = next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt"))
+    return bool(caught >> (number - 1) & 1)
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has spent so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def tiny_learner(seed: int) -> TorchLearner:
+    small = {"num_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+    layers = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense", "sparse"]}
+    return TorchLearner(random_beam(seed, **small, **layers), PolicyConfig(), LearnerConfig(), LocalChannel())
+
+
+def test_a_full_disk_at_any_operation_of_a_save_keeps_the_checkpoint_before() -> None:
+    learner, other = tiny_learner(0), tiny_learner(1)
+    with TemporaryDirectory(dir=MEMORY if os.access(MEMORY, os.W_OK) else None) as folder:
+        before, directory = Path(folder, "before"), Path(folder, "checkpoints")
+
+        def save(directory: Path, step: int) -> dict[str, str]:
+            return tensors(CheckpointStore(directory, keep=2).save(step, {}, learner.save))
+
+        with failing_operation():
+            old = save(before, step=1)
+        loss = LossConfig(0.2, 0.28, mask_truncated=False, renormalize_after_mask=False, on_policy=True)
+        learner.step(learner.prepare([make_experience(rows=6, response=3)], loss))
+        shutil.copytree(before, directory)
+        with failing_operation() as disk:
+            new = save(directory, step=2)
+        assert all(old[name] != new[name] for name in new)
+        usable: set[str] = set()
+        for n in range(1, disk.performed + 1):
+            shutil.rmtree(directory)
+            shutil.copytree(before, directory)
+            with pytest.raises(OSError, match="No space left"), failing_operation(n, disk_full()):
+                save(directory, step=2)
+            last = CheckpointStore(directory, keep=2).latest()
+            assert last is not None, disk.trace[n - 1]
+            assert tensors(last) == (old if last.name == "global_step_1" else new), disk.trace[n - 1]
+            if last.name not in usable:
+                other.load(verify(last).reader)
+                usable.add(last.name)
+            with failing_operation():
+                assert save(directory, step=2) == new
+            assert tensors(directory / "global_step_1") == old
+        assert usable == {"global_step_1", "global_step_2"}
+
+
+class SmallDisk:
+    """Stands in for the module ``os`` of the file operations: there is room for so many bytes more."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def write(self, descriptor: int, block: memoryview) -> int:
+        if len(block) > self._room:
+            raise disk_full()
+        self._room -= len(block)
+        return os.write(descriptor, block)
+
+    def fsync(self, descriptor: int) -> None:
+        if not self._room:
+            raise disk_full()
+        os.fsync(descriptor)
+
+
+def test_a_run_whose_disk_fills_up_says_so_and_goes_on_when_there_is_room(
+    reference: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, size = tmp_path / "run", sum(file.stat().st_size for file in newest(reference).rglob("*.*"))
+    arguments = ("train", TINY, f"output={run}", "checkpoint.resume=latest")
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "os", SmallDisk(room=int(1.5 * size)))
+        ended = cli(*arguments)
+    assert ended.code == 1
+    assert f"cannot write {run / 'checkpoints'}" in ended.err
+    assert "No space left on device; free space there" in ended.err
+    assert newest(run).name == "global_step_2"
+    ended = cli(*arguments)
+    assert ended.code == 0, ended.err
+    assert results(run) == results(reference)
+
+
+def test_metrics_that_cannot_be_written_end_the_run_with_their_path(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "os", SmallDisk(room=0))
+    ended = cli("train", TINY, f"output={tmp_path}", "evaluation.before_training=false")
+    assert ended.code == 1
+    assert f"cannot write {tmp_path / 'metrics.jsonl'}: No space left on device" in ended.err
+
+
+def test_other_threads_are_refused_unless_allowed(finished: Path, cli: Cli) -> None:
+    arguments = ("train", TINY, f"output={finished}", "checkpoint.resume=latest", "runtime.threads=2")
+    refused = cli(*arguments)
+    assert refused.code == 1
+    assert "threads: 1 -> 2" in refused.err
+    assert "checkpoint.allow_other_machine=true accepts that" in refused.err
+    allowed = cli(*arguments, "checkpoint.allow_other_machine=true")
+    assert allowed.code == 0, allowed.err
+    assert f"resumed at step {STEPS}" in allowed.out
+
+
+def test_other_settings_are_refused_unless_allowed(finished: Path, cli: Cli) -> None:
+    arguments = ("train", TINY, f"output={finished}", "checkpoint.resume=latest", "learner.optimizer.lr=1e-3")
+    refused = cli(*arguments)
+    assert refused.code == 1
+    assert "learner.optimizer.lr: 0.0002 -> 0.001" in refused.err
+    allowed = cli(*arguments, "checkpoint.allow_other_config=true")
+    assert allowed.code == 0, allowed.err
+    assert f"resumed at step {STEPS}" in allowed.out
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse(finished: Path, cli: Cli) -> None:
+    arguments = ("train", TINY, f"output={finished}", "checkpoint.resume=latest", "--dry-run")
+    assert f"begins      from {newest(finished)}" in cli(*arguments).out
+    ended = cli(*arguments, "learner.optimizer.lr=1e-3")
+    assert ended.code == 1
+    assert "learner.optimizer.lr: 0.0002 -> 0.001" in ended.err
+
+
+def test_a_run_is_not_begun_in_the_folder_of_another(finished: Path, cli: Cli) -> None:
+    before = results(finished)
+    ended = cli("train", TINY, f"output={finished}")
+    assert ended.code == 1
+    assert str(finished / "metrics.jsonl") in ended.err
+    assert "checkpoint.resume=latest" in ended.err
+    assert results(finished) == before
+
+
+def test_a_checkpoint_of_another_folder_is_refused_where_its_metrics_are_not(
+    reference: Path, tmp_path: Path, cli: Cli
+) -> None:
+    ended = cli("train", TINY, f"output={tmp_path / 'other'}", f"checkpoint.resume={newest(reference)}")
+    assert ended.code == 1
+    assert "set output to the folder of the checkpoint's run" in ended.err
+
+
+def test_going_back_to_an_earlier_checkpoint_gives_the_same_bytes_again(
+    reference: Path, finished: Path, cli: Cli
+) -> None:
+    earlier = finished / "checkpoints" / "global_step_4"
+    ended = cli("train", TINY, f"output={finished}", f"checkpoint.resume={earlier}")
+    assert ended.code == 0, ended.err
+    assert "resumed at step 4" in ended.out
+    assert results(finished) == results(reference)
+
+
+def test_metrics_that_end_before_the_checkpoint_are_an_error(finished: Path, cli: Cli) -> None:
+    path = finished / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:4]))
+    ended = cli("train", TINY, f"output={finished}", "checkpoint.resume=latest")
+    assert ended.code == 1
+    assert f"{path} has no line of step {STEPS}" in ended.err
+
+
+def test_a_checkpoint_of_another_version_is_refused_with_the_key(
+    finished: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = newest(finished)
+    state = folder / "run_state.json"
+    state.write_text(state.read_text().replace('"steps"', '"stepz"'))
+    ended = cli("train", TINY, f"output={finished}", "checkpoint.resume=latest")
+    assert ended.code == 1
+    assert "another version of beamline" in ended.err
+    assert "stepz" in ended.err
+
+
+def test_a_run_that_is_extended_equals_one_that_was_long_from_the_start(
+    reference: Path, tmp_path: Path, cli: Cli
+) -> None:
+    run = tmp_path / "run"
+    arguments = ("train", TINY, f"output={run}", "checkpoint.resume=latest")
+    begun = cli(*arguments, "steps=3")
+    assert begun.code == 0, begun.err
+    assert "resumed" not in begun.out
+    shutil.rmtree(run / "export" / "global_step_3")
+    assert cli(*arguments).code == 0
+    assert results(run) == results(reference)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_seed_decides_every_byte(seed: int, reference: Path, tmp_path: Path, cli: Cli) -> None:
+    ended = cli("train", TINY, f"output={tmp_path}", f"seed={seed}", "steps=2", "evaluation.every=0")
+    assert ended.code == 0, ended.err
+    mine, theirs = (tensors(run / "checkpoints" / "global_step_2") for run in (tmp_path, reference))
+    lines, expected = (read_metrics(run / "metrics.jsonl")[:3] for run in (tmp_path, reference))
+    dumps, dumped = ([dump.read_bytes() for dump in find_rollouts(run)[:2]] for run in (tmp_path, reference))
+    same = [mine == theirs, *map(reproducible, lines)] == [True, *map(reproducible, expected)] and dumps == dumped
+    assert same == (seed == 0)
+    if seed:
+        assert mine.keys() == theirs.keys()
+        assert all(mine[name] != theirs[name] for name in mine if name.endswith(".safetensors"))
