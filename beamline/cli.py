@@ -81,7 +81,7 @@ def evaluate(
 
     Example: beamline eval runs/quickstart --set evaluation.samples_per_problem=32
     """
-    from beamline.runtime.standalone import evaluate_model
+    from beamline.evaluate import evaluate_model
 
     evaluate_model(model, data or [], recipe, set_ or [], out)
 
@@ -114,7 +114,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
 ) -> None:
     """Write a checkpoint as a Hugging Face model folder: config, tokenizer, safetensors."""
-    from beamline.runtime.standalone import export_model
+    from beamline.runtime.export import export_model
 
     export_model(model, out)
     Console(soft_wrap=True).print(f"exported to {out}", highlight=False, markup=False)

@@ -1,19 +1,25 @@
 """Measuring accuracy: several samples of every problem, graded, with an interval over problems."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from beamline.algorithms.statistics import evaluation_statistics
 from beamline.chat import BeamChat
-from beamline.checkpoint import write_atomic
-from beamline.config.schema import RunConfig
-from beamline.data import ProblemSet
-from beamline.records import Group, SamplingParams
-from beamline.report.rollouts import RolloutRow
+from beamline.checkpoint import open_checkpoint, write_atomic
+from beamline.config import load_config
+from beamline.config.compose import escaped
+from beamline.config.schema import FileSource, RunConfig
+from beamline.data import DataError, ProblemSet, load, usable
+from beamline.policy import model
+from beamline.records import SamplingParams
 from beamline.rollout.collect import Job, graded, sample
+from beamline.rollout.rows import rows
 from beamline.rollout.sampler import Sampler
 from beamline.runtime.console import RunConsole
+from beamline.runtime.determinism import make_deterministic
+from beamline.runtime.engines import load_module, model_folder, sampler_of
+from beamline.runtime.export import find_checkpoint, saved_config
 
 
 def evaluate(
@@ -55,29 +61,43 @@ def evaluation_params(config: RunConfig, chat: BeamChat) -> SamplingParams:
     )
 
 
-def rows(groups: list[Group], chat: BeamChat, step: int) -> list[RolloutRow]:
-    """One readable row a sample."""
-    made: list[RolloutRow] = []
-    for group in groups:
-        for rollout in group.rollouts:
-            assert rollout.grade is not None
-            policy = rollout.policy_mask
-            made.append(
-                {
-                    "step": step,
-                    "problem": group.problem.id,
-                    "sample": rollout.key.sample,
-                    "question": group.problem.text,
-                    "answer": group.problem.answer,
-                    "response": chat.decode(rollout.token_ids[policy]),
-                    "parsed": rollout.grade.parsed,
-                    "correct": rollout.grade.correct,
-                    "reward": rollout.grade.reward,
-                    "parts": rollout.grade.parts,
-                    "status": rollout.grade.status,
-                    "finish": rollout.finish,
-                    "tokens": rollout.response_tokens,
-                    "logprob_mean": float(rollout.logprobs[policy].astype("float64").mean()),
-                }
-            )
-    return made
+def evaluate_model(
+    name: str, files: Sequence[Path], recipe: Path | None, settings: Sequence[str], out: Path | None
+) -> dict[str, float]:
+    """Evaluate a run's newest checkpoint, a checkpoint, a model folder or ``starter``, and print the figures.
+
+    Settings are the checkpoint's own, or the defaults; ``recipe`` and ``settings`` replace them.
+
+    Raises:
+        ModelError, DataError, ConfigError, CheckpointError: the model, data or settings cannot be used.
+    """
+    checkpoint = find_checkpoint(Path(name))
+    base = {} if checkpoint is None else saved_config(checkpoint)
+    path = name if checkpoint is None else base["model"]["path"]
+    # As an override, so that a recipe's own model does not take the place of the one that was asked for.
+    config = load_config(recipe, [f"model.path={json.dumps(escaped(path))}", *settings], base)
+    make_deterministic(config.runtime.threads)
+    module, step = load_module(config), 0
+    if checkpoint is not None:
+        opened = open_checkpoint(checkpoint)
+        model.restore(module, opened.reader)
+        step = opened.step
+    chat = BeamChat(model_folder(config))
+    sets = _problem_sets(config, files, chat)
+    with RunConsole(config.steps, config.steps) as console:
+        metrics = evaluate(config, sets, sampler_of(config, module, step), chat, step, console, out)
+        for problems in sets.values():
+            for excluded in problems.excluded:
+                console.print(f"left out of {problems.name}, {excluded.where}: {excluded.reason}")
+        for key, value in metrics.items():
+            console.print(f"{key:<50} {value:.4f}")
+    return metrics
+
+
+def _problem_sets(config: RunConfig, files: Sequence[Path], chat: BeamChat) -> dict[str, ProblemSet]:
+    named = {file.stem: file for file in files}
+    if len(named) < len(files):
+        raise DataError(f"problem files need different names, their sets are named so: {', '.join(map(str, files))}")
+    sources = {name: FileSource(path=file) for name, file in named.items()} or config.data.evaluation
+    limit = config.rollout.max_prompt_tokens
+    return {name: usable(load(name, source, config.seed, "eval"), chat, limit) for name, source in sources.items()}

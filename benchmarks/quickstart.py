@@ -66,7 +66,16 @@ def _measure(name: str, overrides: list[str], out: Path) -> dict[str, Any]:
         "peak_memory_bytes": int(max(line["memory/peak_bytes"] for line in lines)),
         "seconds_by_phase": {
             phase: round(sum(line.get(f"timing/{phase}", 0.0) for line in lines), 1)
-            for phase in ("sampling", "grading", "old_logprobs", "update", "transfer", "evaluation", "checkpoint", "report")
+            for phase in (
+                "sampling",
+                "grading",
+                "old_logprobs",
+                "update",
+                "transfer",
+                "evaluation",
+                "checkpoint",
+                "report",
+            )
         },
     }
 

@@ -2,11 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from beamline.chat.beam import CONTROL, BeamChat
 from beamline.config.schema import ArithmeticSource, FileSource
 from beamline.errors import BeamlineError
 from beamline.records import Message, Problem
@@ -56,25 +57,30 @@ def load(name: str, source: ArithmeticSource | FileSource, seed: int, pool: arit
     return ProblemSet(name, tuple(problems))
 
 
-def within_limit(problems: ProblemSet, tokens: Callable[[Problem], int], limit: int) -> ProblemSet:
-    """Leave out the problems whose prompt has more than ``limit`` tokens.
+def usable(problems: ProblemSet, chat: BeamChat, limit: int) -> ProblemSet:
+    """Leave out the problems whose prompt has over ``limit`` tokens, or whose text would be read as control tokens.
 
     Raises:
         DataError: no problem is left.
     """
-    lengths = [tokens(problem) for problem in problems.problems]
-    fitting = tuple(p for p, n in zip(problems.problems, lengths, strict=True) if n <= limit)
-    long = tuple(
-        Excluded(problem.id, f"prompt of {n} tokens; rollout.max_prompt_tokens is {limit}")
-        for problem, n in zip(problems.problems, lengths, strict=True)
-        if n > limit
-    )
-    if not fitting:
+    reasons = [_unusable(problem, chat, limit) for problem in problems.problems]
+    pairs = list(zip(problems.problems, reasons, strict=True))
+    kept = tuple(problem for problem, reason in pairs if reason is None)
+    left_out = tuple(Excluded(problem.id, reason) for problem, reason in pairs if reason is not None)
+    if not kept:
+        first = left_out[0]
         raise DataError(
-            f"data set {problems.name!r}: every one of {len(lengths)} prompts is longer than rollout.max_prompt_tokens="
-            f"{limit} (shortest: {min(lengths)}); raise the limit"
+            f"data set {problems.name!r}: no prompt of {len(pairs)} can be used; {first.where}: {first.reason}"
         )
-    return ProblemSet(problems.name, fitting, problems.excluded + long)
+    return ProblemSet(problems.name, kept, problems.excluded + left_out)
+
+
+def _unusable(problem: Problem, chat: BeamChat, limit: int) -> str | None:
+    control = next((token for token in CONTROL if token in problem.text), None)
+    if control is not None:
+        return f"the text holds the control token {control}"
+    tokens = len(chat.prompt_ids(problem.messages))
+    return f"prompt of {tokens} tokens; rollout.max_prompt_tokens is {limit}" if tokens > limit else None
 
 
 def check_disjoint(train: ProblemSet, evaluation: ProblemSet) -> None:

@@ -1,10 +1,14 @@
 """A checkpoint as a Hugging Face model folder."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from beamline.checkpoint import open_checkpoint, remove_tree
+from beamline.checkpoint import CheckpointStore, open_checkpoint, remove_tree
+from beamline.config import load_config
 from beamline.config.schema import RunConfig
+from beamline.model.beam import ModelError
 from beamline.policy import model
 from beamline.runtime.engines import DTYPE, load_module, model_folder
 
@@ -39,3 +43,32 @@ def export(config: RunConfig, checkpoint: Path, folder: Path) -> None:
     if folder.exists():
         remove_tree(folder)
     staging.rename(folder)
+
+
+def export_model(path: Path, folder: Path) -> None:
+    """Write a checkpoint, or the newest one of a run, as a Hugging Face folder.
+
+    Raises:
+        ModelError: there is no checkpoint.
+        CheckpointError: the checkpoint is damaged.
+    """
+    checkpoint = find_checkpoint(path)
+    if checkpoint is None:
+        raise ModelError(f"{path} is neither a run with a checkpoint nor a checkpoint")
+    export(load_config(None, base=saved_config(checkpoint)), checkpoint, folder)
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """The checkpoint that a path names: itself, or the newest one of a run or of a folder of checkpoints."""
+    if (path / "manifest.json").is_file():
+        return path
+    for directory in (path, path / "checkpoints"):
+        if (directory / "latest").is_file():
+            return CheckpointStore(directory, keep=0).latest()
+    return None
+
+
+def saved_config(checkpoint: Path) -> Mapping[str, Any]:
+    """The configuration that a checkpoint was made under, as plain data."""
+    saved: Mapping[str, Any] = open_checkpoint(checkpoint).run_state["config"]
+    return saved

@@ -17,11 +17,11 @@ from beamline.chat import BeamChat
 from beamline.checkpoint import Checkpoint, CheckpointStore, open_checkpoint, write_atomic
 from beamline.config import ConfigError, differences, load_config, to_yaml
 from beamline.config.schema import RunConfig
-from beamline.data import ProblemSet, check_disjoint, load, within_limit
+from beamline.data import ProblemSet, check_disjoint, load, usable
 from beamline.errors import BeamlineError
-from beamline.evaluate import rows
 from beamline.records import Group
 from beamline.report import MetricsWriter, rollouts_path, truncate_after, write_report, write_rollouts
+from beamline.rollout.rows import rows
 from beamline.runtime.console import RunConsole
 from beamline.runtime.determinism import cpu_family
 from beamline.runtime.engines import Engines, build, check_model
@@ -50,13 +50,11 @@ def load_data(config: RunConfig, chat: BeamChat) -> Data:
     Raises:
         DataError: a set cannot be used, or an evaluation problem is also trained on.
     """
-
-    def usable(problems: ProblemSet) -> ProblemSet:
-        return within_limit(problems, lambda p: len(chat.prompt_ids(p.messages)), config.rollout.max_prompt_tokens)
-
-    train = usable(load("train", config.data.train, config.seed, "train"))
+    limit = config.rollout.max_prompt_tokens
+    train = usable(load("train", config.data.train, config.seed, "train"), chat, limit)
     evaluation = {
-        name: usable(load(name, source, config.seed, "eval")) for name, source in config.data.evaluation.items()
+        name: usable(load(name, source, config.seed, "eval"), chat, limit)
+        for name, source in config.data.evaluation.items()
     }
     for problems in evaluation.values():
         check_disjoint(train, problems)

@@ -18,6 +18,7 @@ Pool = Literal["train", "eval", "warmup"]
 
 _LEVELS = {1: (2, 1), 2: (2, 2), 3: (3, 2), 4: (4, 2), 5: (3, 3)}  # level: (terms, digits of a term)
 _POOLS: tuple[Pool, ...] = ("eval", "train", "train", "train", "train", "warmup", "warmup", "warmup")
+_PATIENCE = 20_000  # candidates in a row that are nothing new: the levels are exhausted, or as good as
 
 
 def pool_of(terms: Sequence[int]) -> Pool:
@@ -40,23 +41,27 @@ def generate(seed: int, pool: Pool, problems: int, levels: Sequence[int]) -> lis
     if unknown:
         raise ValueError(f"arithmetic: level {unknown[0]} does not exist; levels are {', '.join(map(str, _LEVELS))}")
     made: dict[str, Problem] = {}
-    for level, terms in _candidates(seed, pool, levels, limit=200 * problems + 10_000):
-        if pool_of(terms) == pool:
-            text = text_of(terms)
-            made.setdefault(text, _problem(text, terms, level))
-            if len(made) == problems:
-                return list(made.values())
+    in_vain = 0
+    for level, terms in _candidates(seed, pool, levels):
+        text = text_of(terms)
+        if text in made or pool_of(terms) != pool:
+            in_vain += 1
+            if in_vain == _PATIENCE:
+                break
+            continue
+        in_vain = 0
+        made[text] = _problem(text, terms, level)
+        if len(made) == problems:
+            return list(made.values())
     raise ValueError(
         f"arithmetic: levels {list(levels)} have fewer than {problems} {pool} problems (found {len(made)}); "
         "ask for fewer, or add a higher level"
     )
 
 
-def _candidates(seed: int, pool: Pool, levels: Sequence[int], limit: int) -> Iterator[tuple[int, list[int]]]:
+def _candidates(seed: int, pool: Pool, levels: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
     rng = np.random.Generator(stream(seed, "arithmetic", pool))
     for index in count():
-        if index == limit:
-            return
         level = levels[index % len(levels)]
         terms, digits = _LEVELS[level]
         low = 10 ** (digits - 1) if digits > 1 else 1

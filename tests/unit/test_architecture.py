@@ -23,9 +23,8 @@ ORDER = (
     ("data",),  # problems are generated and checked by tasks
     ("policy", "transfer"),
     ("rollout", "learner"),
-    ("runtime.console", "runtime.determinism"),  # what evaluation and the starter's making share with a run
-    ("evaluate", "starter.build"),  # a run writes the rows of an evaluation
     ("runtime",),
+    ("evaluate", "starter.build"),
     ("train",),
     ("cli",),
 )

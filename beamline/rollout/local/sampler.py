@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -151,10 +152,12 @@ class LocalSampler:
                 f"submit: {request.key} may grow to {total} tokens ({len(ids)} given + {request.params.max_tokens} "
                 f"new), but the sampler has room for {self._positions}"
             )
-        known = range(self._shape.vocab_size)
-        for token in (*ids.tolist(), *request.params.stop_ids):
-            if token not in known:
-                raise ValueError(f"submit: {request.key} has token {token}; the vocabulary has {len(known)}")
+        named = np.concatenate([ids, np.array(request.params.stop_ids, dtype=np.int64)])
+        unknown = named[(named < 0) | (named >= self._shape.vocab_size)]
+        if len(unknown):
+            raise ValueError(
+                f"submit: {request.key} has token {unknown[0]}; the vocabulary has {self._shape.vocab_size}"
+            )
 
     def _step(self) -> None:
         free = self._capacity - len(self._slots.requests)

@@ -1,27 +1,33 @@
 import pytest
 
+from beamline.chat.beam import CONTROL, BeamChat
 from beamline.config.schema import ArithmeticSource
-from beamline.data import DataError, Excluded, ProblemSet, check_disjoint, load, within_limit
-from beamline.records import Problem
+from beamline.data import DataError, Excluded, ProblemSet, check_disjoint, load, usable
 from tests.samples import make_problem
 
 
-def tokens(problem: Problem) -> int:
-    return len(problem.text)
-
-
-def test_a_prompt_at_the_limit_stays_and_one_above_is_left_out_with_its_length() -> None:
+def test_a_prompt_at_the_limit_stays_and_one_above_is_left_out_with_its_length(chat: BeamChat) -> None:
     before = Excluded("line 3", "not JSON")
     problems = ProblemSet("set", (make_problem("123"), make_problem("1234"), make_problem("12")), (before,))
-    kept = within_limit(problems, tokens, 3)
+    limit = len(chat.prompt_ids(problems.problems[0].messages))
+    kept = usable(problems, chat, limit)
     assert [p.text for p in kept.problems] == ["123", "12"]
-    reason = "prompt of 4 tokens; rollout.max_prompt_tokens is 3"
+    reason = f"prompt of {limit + 1} tokens; rollout.max_prompt_tokens is {limit}"
     assert kept.excluded == (before, Excluded("id of 1234", reason))
 
 
-def test_no_prompt_within_the_limit_is_an_error_with_the_shortest() -> None:
-    with pytest.raises(DataError, match=r"'set': every one of 2 prompts .*max_prompt_tokens=3 \(shortest: 4\)"):
-        within_limit(ProblemSet("set", (make_problem("12345"), make_problem("1234"))), tokens, 3)
+@pytest.mark.parametrize("token", CONTROL)
+def test_a_text_that_would_be_read_as_a_control_token_is_left_out(chat: BeamChat, token: str) -> None:
+    problems = ProblemSet("set", (make_problem("1+2"), make_problem(f"1{token}2")))
+    kept = usable(problems, chat, 64)
+    assert [p.text for p in kept.problems] == ["1+2"]
+    assert kept.excluded[0].reason == f"the text holds the control token {token}"
+
+
+def test_no_usable_prompt_is_an_error_with_the_first_reason(chat: BeamChat) -> None:
+    problems = ProblemSet("set", (make_problem("12345"), make_problem("1234")))
+    with pytest.raises(DataError, match=r"'set': no prompt of 2 can be used; id of 12345: prompt of \d+ tokens"):
+        usable(problems, chat, 3)
 
 
 def test_sets_that_share_nothing_pass() -> None:

@@ -1,5 +1,3 @@
-import resource
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -64,12 +62,13 @@ def test_phases_may_lie_in_one_another(advance: Callable[[float], None]) -> None
     assert timings.take() == {"timing/update": 2.0, "timing/step": 3.0}
 
 
-@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
-def test_peak_memory_is_in_bytes_on_every_system(monkeypatch: pytest.MonkeyPatch, platform: str, unit: int) -> None:
-    monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3000))
-    assert peak_memory() == 3000 * unit
-
-
-def test_a_process_holds_more_than_ten_megabytes_and_less_than_a_terabyte() -> None:
-    assert 10**7 < peak_memory() < 10**12
+def test_peak_memory_counts_what_was_held_in_bytes_and_never_falls() -> None:
+    size = 200 * 2**20
+    before = peak_memory()
+    block = bytearray(size)
+    for page in range(0, size, 4096):
+        block[page] = 1
+    held = peak_memory()
+    del block
+    assert held <= peak_memory() < before + 2 * size
+    assert held >= size

@@ -1,0 +1,35 @@
+"""Rollouts as rows that people read: dumps of training steps and of evaluations."""
+
+from collections.abc import Sequence
+
+from beamline.chat import BeamChat
+from beamline.records import Group
+from beamline.report import RolloutRow
+
+
+def rows(groups: Sequence[Group], chat: BeamChat, step: int) -> list[RolloutRow]:
+    """One readable row a sample."""
+    made: list[RolloutRow] = []
+    for group in groups:
+        for rollout in group.rollouts:
+            assert rollout.grade is not None
+            policy = rollout.policy_mask
+            made.append(
+                {
+                    "step": step,
+                    "problem": group.problem.id,
+                    "sample": rollout.key.sample,
+                    "question": group.problem.text,
+                    "answer": group.problem.answer,
+                    "response": chat.decode(rollout.token_ids[policy]),
+                    "parsed": rollout.grade.parsed,
+                    "correct": rollout.grade.correct,
+                    "reward": rollout.grade.reward,
+                    "parts": rollout.grade.parts,
+                    "status": rollout.grade.status,
+                    "finish": rollout.finish,
+                    "tokens": rollout.response_tokens,
+                    "logprob_mean": float(rollout.logprobs[policy].astype("float64").mean()),
+                }
+            )
+    return made
