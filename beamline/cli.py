@@ -111,7 +111,7 @@ def config(recipe: Recipe, overrides: Overrides = None) -> None:
 @app.command()
 def export(
     model: Annotated[Path, typer.Argument(help="A run folder (its newest checkpoint), or a checkpoint.")],
-    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    out: Annotated[Path, typer.Argument(help="The folder to make; there must be none of that name.")],
 ) -> None:
     """Write a checkpoint as a Hugging Face model folder: config, tokenizer, safetensors."""
     from beamline.runtime.export import export_model

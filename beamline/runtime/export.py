@@ -51,7 +51,10 @@ def export_model(path: Path, folder: Path) -> None:
     Raises:
         ModelError: there is no checkpoint.
         CheckpointError: the checkpoint is damaged.
+        FileExistsError: the folder is there already; nothing of it is touched.
     """
+    if folder.exists():
+        raise FileExistsError(f"{folder} is there already; give the name of a folder that is to be made")
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
         raise ModelError(f"{path} is neither a run with a checkpoint nor a checkpoint")

@@ -2,7 +2,6 @@
 
 import json
 import platform
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from beamline.errors import BeamlineError
 from beamline.records import Group
 from beamline.report import MetricsWriter, rollouts_path, truncate_after, write_report, write_rollouts
 from beamline.rollout.rows import rows
+from beamline.report.rollouts import find_rollouts
 from beamline.runtime.console import RunConsole
 from beamline.runtime.determinism import cpu_family
 from beamline.runtime.engines import Engines, build, check_model
@@ -237,8 +237,8 @@ def cut_metrics(path: Path, checkpoint: Checkpoint) -> None:
 def clear_unsaved(output: Path) -> None:
     """Remove what a run left that ended before its first checkpoint."""
     (output / "metrics.jsonl").unlink(missing_ok=True)
-    if (output / "rollouts").is_dir():
-        shutil.rmtree(output / "rollouts")
+    for dump in find_rollouts(output):
+        dump.unlink()
 
 
 def _speeds(metrics: Mapping[str, float], spent: Mapping[str, float]) -> dict[str, float]:

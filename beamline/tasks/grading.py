@@ -39,4 +39,5 @@ def overlong_penalty(tokens: int, limit: int, buffer: int, factor: float) -> flo
 
     Source: DAPO, arXiv 2503.14476, equation 13.
     """
-    return -factor * min(max(tokens - (limit - buffer), 0) / buffer, 1.0)
+    over = max(tokens - (limit - buffer), 0)
+    return -factor * min(over / buffer, 1.0) if over else 0.0

@@ -203,7 +203,7 @@ def test_rows_that_cannot_be_used_are_counted_and_listed_and_the_run_goes_on(tmp
     [
         ([], "{data} has no usable row (the file is empty)"),
         (["[1]"], "{data} has no usable row; line 1: a list, not an object"),
-        ([{"question": "1+" * 40 + "1", "answer": 41}], "every one of 1 prompts is longer than"),
+        ([{"question": "1+" * 40 + "1", "answer": 41}], "no prompt of 1 can be used; test:1: prompt of "),
     ],
     ids=["empty", "bad rows", "long prompts"],
 )
@@ -326,3 +326,11 @@ def test_export_of_what_is_no_checkpoint_is_refused(tmp_path: Path, cli: Cli) ->
     ended = cli("export", tmp_path, tmp_path / "model")
     assert ended.code == 1
     assert f"{tmp_path} is neither a run with a checkpoint nor a checkpoint" in ended.err
+
+
+def test_export_touches_nothing_that_is_there_already(reference: Path, tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "precious").write_text("mine")
+    ended = cli("export", reference, tmp_path)
+    assert ended.code == 1
+    assert ended.err.startswith(f"FileExistsError: {tmp_path} is there already")
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]

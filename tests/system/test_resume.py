@@ -1,5 +1,6 @@
 """A run that is killed, stopped or out of disk goes on to the bytes of one that was not; nothing is ever lost."""
 
+import json
 import os
 import random
 import shutil
@@ -17,6 +18,7 @@ from beamline.config.schema import LearnerConfig, PolicyConfig
 from beamline.learner.torch import TorchLearner
 from beamline.report import metrics, read_metrics, read_rollouts, reproducible
 from beamline.report.rollouts import find_rollouts
+from beamline.runtime.session import clear_unsaved
 from beamline.transfer.local import LocalChannel
 from tests.faults import disk_full, failing_operation
 from tests.samples import make_experience
@@ -84,8 +86,8 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     long_step = ("algorithm.samples_per_prompt=400", "evaluation.every=0", "evaluation.before_training=false")
     process = Process(tmp_path / "log", "train", TINY, f"output={tmp_path / 'run'}", *long_step)
     process.until(lambda: last_step(tmp_path / "run") == 0)
-    begun = cpu_seconds(process.pid)
-    process.until(lambda: cpu_seconds(process.pid) > begun + 0.2)  # in the middle of step 1
+    before = cpu_seconds(process.pid)
+    process.until(lambda: cpu_seconds(process.pid) > before + 0.2)  # in the middle of step 1
     os.kill(process.pid, signal.SIGINT)
     process.until(lambda: not handles(process.pid, signal.SIGTERM))  # both handlers go with the first signal
     assert process.end(signal.SIGINT) == 130
@@ -215,6 +217,13 @@ def test_other_settings_are_refused_unless_allowed(finished: Path, cli: Cli) -> 
     assert f"resumed at step {STEPS}" in allowed.out
 
 
+def test_a_run_that_begins_anew_removes_only_what_a_run_wrote(finished: Path) -> None:
+    (finished / "rollouts" / "notes.txt").write_text("mine")
+    clear_unsaved(finished)
+    assert not (finished / "metrics.jsonl").exists()
+    assert [path.name for path in (finished / "rollouts").iterdir()] == ["notes.txt"]
+
+
 def test_a_dry_run_refuses_what_the_run_would_refuse(finished: Path, cli: Cli) -> None:
     arguments = ("train", TINY, f"output={finished}", "checkpoint.resume=latest", "--dry-run")
     assert f"begins      from {newest(finished)}" in cli(*arguments).out
@@ -258,11 +267,8 @@ def test_metrics_that_end_before_the_checkpoint_are_an_error(finished: Path, cli
     assert f"{path} has no line of step {STEPS}" in ended.err
 
 
-def test_a_checkpoint_of_another_version_is_refused_with_the_key(
-    finished: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = newest(finished)
-    state = folder / "run_state.json"
+def test_a_checkpoint_of_another_version_is_refused_with_the_key(finished: Path, cli: Cli) -> None:
+    state = newest(finished) / "run_state.json"
     state.write_text(state.read_text().replace('"steps"', '"stepz"'))
     ended = cli("train", TINY, f"output={finished}", "checkpoint.resume=latest")
     assert ended.code == 1
@@ -275,23 +281,48 @@ def test_a_run_that_is_extended_equals_one_that_was_long_from_the_start(
 ) -> None:
     run = tmp_path / "run"
     arguments = ("train", TINY, f"output={run}", "checkpoint.resume=latest")
-    begun = cli(*arguments, "steps=3")
-    assert begun.code == 0, begun.err
-    assert "resumed" not in begun.out
+    short = cli(*arguments, "steps=3")
+    assert short.code == 0, short.err
+    assert "resumed" not in short.out
     shutil.rmtree(run / "export" / "global_step_3")
     assert cli(*arguments).code == 0
     assert results(run) == results(reference)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_seed_decides_every_byte(seed: int, reference: Path, tmp_path: Path, cli: Cli) -> None:
-    ended = cli("train", TINY, f"output={tmp_path}", f"seed={seed}", "steps=2", "evaluation.every=0")
+def begun(folder: Path, seed: int, cli: Cli) -> Path:
+    """The first two steps of a run."""
+    ended = cli("train", TINY, f"output={folder}", f"seed={seed}", "steps=2", "evaluation.every=0")
     assert ended.code == 0, ended.err
-    mine, theirs = (tensors(run / "checkpoints" / "global_step_2") for run in (tmp_path, reference))
-    lines, expected = (read_metrics(run / "metrics.jsonl")[:3] for run in (tmp_path, reference))
-    dumps, dumped = ([dump.read_bytes() for dump in find_rollouts(run)[:2]] for run in (tmp_path, reference))
-    same = [mine == theirs, *map(reproducible, lines)] == [True, *map(reproducible, expected)] and dumps == dumped
-    assert same == (seed == 0)
-    if seed:
-        assert mine.keys() == theirs.keys()
-        assert all(mine[name] != theirs[name] for name in mine if name.endswith(".safetensors"))
+    return folder
+
+
+def test_the_same_seed_gives_the_same_bytes(reference: Path, tmp_path: Path, cli: Cli) -> None:
+    runs = [begun(tmp_path, 0, cli), reference]
+    first, second = (
+        (
+            tensors(run / "checkpoints" / "global_step_2"),
+            [reproducible(line) for line in read_metrics(run / "metrics.jsonl")[:3]],
+            [dump.read_bytes() for dump in find_rollouts(run)[:2]],
+        )
+        for run in runs
+    )
+    assert first == second
+
+
+def test_another_seed_gives_other_problems_and_answers_the_same_evaluation_otherwise(
+    reference: Path, tmp_path: Path, cli: Cli
+) -> None:
+    runs = [begun(tmp_path, 1, cli), reference]
+    mine, theirs = (tensors(run / "checkpoints" / "global_step_2") for run in runs)
+    assert all(mine[name] != theirs[name] for name in mine if name.endswith(".safetensors"))
+    mine, theirs = ({row["question"] for dump in find_rollouts(run) for row in read_rollouts(dump)} for run in runs)
+    assert not mine & theirs
+    first, second = (evaluated(run) for run in runs)
+    assert [row["question"] for row in first] == [row["question"] for row in second]
+    assert [row["response"] for row in first] != [row["response"] for row in second]
+
+
+def evaluated(run: Path) -> list[dict[str, Any]]:
+    """What the model answered before training."""
+    lines = (run / "export" / "evals" / "step_0" / "arithmetic.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
