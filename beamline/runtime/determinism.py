@@ -4,6 +4,7 @@ import platform
 from pathlib import Path
 
 import torch
+import torch.utils.deterministic
 
 
 def make_deterministic(threads: int) -> None:

@@ -20,8 +20,8 @@ from beamline.data import ProblemSet, check_disjoint, load, usable
 from beamline.errors import BeamlineError
 from beamline.records import Group
 from beamline.report import MetricsWriter, rollouts_path, truncate_after, write_report, write_rollouts
-from beamline.rollout.rows import rows
 from beamline.report.rollouts import find_rollouts
+from beamline.rollout.rows import rows
 from beamline.runtime.console import RunConsole
 from beamline.runtime.determinism import cpu_family
 from beamline.runtime.engines import Engines, build, check_model

@@ -1,6 +1,7 @@
 """The command line as a user meets it: what it teaches, what it refuses and in which words, what it writes."""
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -334,3 +335,16 @@ def test_export_touches_nothing_that_is_there_already(reference: Path, tmp_path:
     assert ended.code == 1
     assert ended.err.startswith(f"FileExistsError: {tmp_path} is there already")
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_an_export_that_cannot_be_written_names_its_path(reference: Path, tmp_path: Path, cli: Cli) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))  # bytes of a file; the weights are larger
+    try:
+        ended = cli("export", reference, tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert ended.code == 1
+    assert ended.err.startswith(f"OSError: cannot write {tmp_path / '.model.staging' / 'model.safetensors'}: ")
+    assert "File too large" in ended.err
+    assert not (tmp_path / "model").exists()

@@ -249,6 +249,14 @@ def test_a_checkpoint_of_another_folder_is_refused_where_its_metrics_are_not(
     assert "set output to the folder of the checkpoint's run" in ended.err
 
 
+@pytest.mark.parametrize(("name", "reason"), [("nowhere", "there is no such folder"), ("", "is not a checkpoint")])
+def test_a_path_that_is_no_checkpoint_is_refused(name: str, reason: str, tmp_path: Path, cli: Cli) -> None:
+    ended = cli("train", TINY, f"output={tmp_path / 'run'}", f"checkpoint.resume={tmp_path / name}")
+    assert ended.code == 1
+    assert str(tmp_path / name) in ended.err
+    assert reason in ended.err
+
+
 def test_going_back_to_an_earlier_checkpoint_gives_the_same_bytes_again(
     reference: Path, finished: Path, cli: Cli
 ) -> None:
