@@ -4,7 +4,7 @@ import platform
 from pathlib import Path
 
 import torch
-import torch.utils.deterministic
+import torch.utils.deterministic as torch_deterministic
 
 
 def make_deterministic(threads: int) -> None:
@@ -12,7 +12,7 @@ def make_deterministic(threads: int) -> None:
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     # Filling new memory with NaN only helps to find reads of what was never written, and costs a tenth of an update.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    setattr(torch_deterministic, "fill_uninitialized_memory", False)  # noqa: B010  (torch does not declare it)
 
 
 def cpu_family() -> str:
