@@ -1,5 +1,7 @@
 """The training loop, to be read as the algorithm: GRPO with clip-higher on tasks whose answers can be checked."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from beamline.algorithms.advantages import grpo
@@ -18,7 +20,7 @@ from beamline.runtime.session import Run, open_run
 
 
 class DivergedError(BeamlineError, RuntimeError):
-    """The loss or the gradient of an update was not finite."""
+    """A loss, a gradient or the weights were not finite."""
 
 
 def train(config: RunConfig) -> dict[str, float]:
@@ -26,11 +28,11 @@ def train(config: RunConfig) -> dict[str, float]:
 
     Raises:
         Interrupted: a signal came; the step at hand was finished and saved.
-        DivergedError: a loss or gradient was not finite; the last checkpoint stands.
+        DivergedError: a loss, a gradient or the weights were not finite; the last checkpoint stands.
         ModelError, DataError, CheckpointError, ResumeError, SamplingStalledError: the run cannot begin or go on.
     """
     make_deterministic(config.runtime.threads)
-    with open_run(config) as run, Interrupt() as interrupt:
+    with open_run(config) as run, Interrupt() as interrupt, explained_divergence(run):
         if run.fresh:
             run.engines.sync(version=0)
             run.record(0, measure(run, 0) if config.evaluation.before_training else {})
@@ -47,10 +49,22 @@ def train(config: RunConfig) -> dict[str, float]:
     return run.line
 
 
+@contextmanager
+def explained_divergence(run: Run) -> Iterator[None]:
+    """Turn a number that is not finite into an error that says where the run stands and what to do."""
+    try:
+        yield
+    except FloatingPointError as error:
+        raise DivergedError(
+            f"after step {run.step}: {error}; the newest checkpoint is {run.store.latest()}. "
+            "Look at the last rollouts and at policy/grad_norm, and lower learner.optimizer.lr"
+        ) from error
+
+
 def one_step(run: Run, step: int) -> None:
     """Sample, grade, learn, hand the new weights over, and write down what happened."""
     groups = sample_groups(run, step)
-    stats = learn(run, groups, step)
+    stats = learn(run, groups)
     with run.timings("transfer"):
         run.engines.sync(version=step)
     run.dump(step, groups)
@@ -82,7 +96,7 @@ def sample_groups(run: Run, step: int) -> list[Group]:
         return [replace(g, advantages=grpo(*rewards_of(g), norm_by_std=algorithm.norm_by_std)) for g in groups]
 
 
-def learn(run: Run, groups: list[Group], step: int) -> list[StepStats]:
+def learn(run: Run, groups: list[Group]) -> list[StepStats]:
     """Cut the step into mini-batches, prepare all of them with the weights that sampled, and update once for each."""
     learner, size = run.engines.learner, run.config.algorithm.prompts_per_update
     mini_batches = [experiences(groups[start : start + size]) for start in range(0, len(groups), size)]
@@ -92,14 +106,8 @@ def learn(run: Run, groups: list[Group], step: int) -> list[StepStats]:
         ]
     stats = []
     with run.timings("update"), run.console.phase("training", len(prepared)) as bar:
-        for number, mini_batch in enumerate(prepared, start=1):
-            try:
-                stats.append(learner.step(mini_batch))
-            except FloatingPointError as error:
-                raise DivergedError(
-                    f"update {number} of step {step}: {error}; the newest checkpoint is {run.store.latest()}. "
-                    "Look at the last rollouts and at policy/grad_norm, and lower learner.optimizer.lr"
-                ) from error
+        for mini_batch in prepared:
+            stats.append(learner.step(mini_batch))
             bar.advance(stats[-1].tokens)
     return stats
 

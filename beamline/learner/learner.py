@@ -102,7 +102,11 @@ class Learner(Protocol[Prepared]):
         """Hand over this engine's slices; runs together with the sampler's ``receive``."""
 
     def save(self, writer: ShardWriter) -> None:
-        """Write weights and optimizer state as slices under Hugging Face names."""
+        """Write weights and optimizer state as slices under Hugging Face names.
+
+        Raises:
+            FloatingPointError: a weight is not finite; nothing was written.
+        """
 
     def load(self, reader: ShardReader) -> None:
         """Read what any layout saved.

@@ -9,9 +9,14 @@ from pathlib import Path
 import msgspec
 
 from beamline.checkpoint.files import write_atomic
+from beamline.errors import BeamlineError
 from beamline.report.names import is_metric
 
 _NOT_REPRODUCIBLE = ("timing/", "memory/")
+
+
+class DamagedFileError(BeamlineError, ValueError):
+    """A file of a run that does not hold what was written to it."""
 
 
 class MetricsWriter:
@@ -60,7 +65,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a whole line is not a JSON object of finite numbers with a ``step``.
+        DamagedFileError: a whole line is not a JSON object of finite numbers with a ``step``.
     """
     lines, _ = _split(path)
     return [_parse(path, number, line) for number, line in enumerate(lines, start=1)]
@@ -104,7 +109,7 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, float]:
     try:
         record = msgspec.json.decode(line, type=dict[str, int | float])
     except msgspec.DecodeError as error:
-        raise ValueError(f"{path}:{number} is not a JSON object of numbers: {error}") from error
+        raise DamagedFileError(f"{path}:{number} is not a JSON object of numbers: {error}") from error
     if "step" not in record:
-        raise ValueError(f"{path}:{number} has no 'step'")
+        raise DamagedFileError(f"{path}:{number} has no 'step'")
     return record

@@ -9,6 +9,7 @@ import zstandard
 
 from beamline.checkpoint.files import write_atomic
 from beamline.records import Finish, GradeStatus
+from beamline.report.metrics import DamagedFileError
 
 _LEVEL = 3
 
@@ -43,7 +44,12 @@ def rollouts_path(run: Path, step: int) -> Path:
 
 def find_rollouts(run: Path) -> list[Path]:
     """The dumps of a run, by step."""
-    return sorted((run / "rollouts").glob("step_*.jsonl.zst"), key=lambda path: int(path.name[5:].split(".")[0]))
+    return sorted((run / "rollouts").glob("step_*.jsonl.zst"), key=step_of)
+
+
+def step_of(dump: Path) -> int:
+    """The step that a dump is of."""
+    return int(dump.name.removeprefix("step_").partition(".")[0])
 
 
 def write_rollouts(path: Path, rows: Iterable[RolloutRow]) -> None:
@@ -61,15 +67,15 @@ def read_rollouts(path: Path) -> list[RolloutRow]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged.
+        DamagedFileError: the file is damaged.
     """
     decompressor = zstandard.ZstdDecompressor().decompressobj()
     try:
         data = decompressor.decompress(path.read_bytes())
     except zstandard.ZstdError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        raise DamagedFileError(f"{path} is damaged: {error}") from error
     if not decompressor.eof:
-        raise ValueError(f"{path} is damaged: it ends before its last row")
+        raise DamagedFileError(f"{path} is damaged: it ends before its last row")
     return [cast(RolloutRow, json.loads(line)) for line in data.splitlines()]
 
 

@@ -1,5 +1,6 @@
 """SIGINT and SIGTERM: the first asks the run to stop after its step, the second stops it at once."""
 
+import os
 import signal
 from types import FrameType
 
@@ -32,6 +33,8 @@ class Interrupt:
     def _remember(self, number: int, _: FrameType | None) -> None:
         self.received = number
         self._restore()
+        # os.write, because a handler may run in the middle of another write to the stream
+        os.write(2, b"\nstopping after this step; the same signal again stops at once\n")
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

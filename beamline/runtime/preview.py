@@ -5,7 +5,8 @@ from beamline.checkpoint import CheckpointStore, open_checkpoint
 from beamline.config.schema import RunConfig
 from beamline.model.beam import BeamShape, tensors
 from beamline.runtime.engines import check_model, model_folder, positions
-from beamline.runtime.session import Data, check_same, load_data, resume_from
+from beamline.runtime.resume import check_same, resume_from
+from beamline.runtime.session import Data, load_data
 
 
 def preview(config: RunConfig) -> str:
@@ -15,10 +16,10 @@ def preview(config: RunConfig) -> str:
         ModelError, DataError, CheckpointError, ResumeError: what training would have met.
     """
     checkpoint = resume_from(config, CheckpointStore(config.checkpoint_dir, config.checkpoint.keep))
-    if checkpoint is not None:
-        check_same(config, open_checkpoint(checkpoint).run_state)
     shape = check_model(config)
     data = load_data(config, BeamChat(model_folder(config)))
+    if checkpoint is not None:
+        check_same(config, data.train, open_checkpoint(checkpoint).run_state)
     algorithm = config.algorithm
     samples = algorithm.prompts_per_step * algorithm.samples_per_prompt
     per_step = config.updates_per_step

@@ -1,39 +1,33 @@
 """Opening a run: what it trains on, where it stands, what it writes to."""
 
 import json
-import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
-import transformers
 
 from beamline.chat import BeamChat
-from beamline.checkpoint import Checkpoint, CheckpointStore, open_checkpoint, write_atomic
-from beamline.config import ConfigError, differences, load_config, to_yaml
+from beamline.checkpoint import CheckpointStore, open_checkpoint, write_atomic
+from beamline.config import to_yaml
 from beamline.config.schema import RunConfig
 from beamline.data import ProblemSet, check_disjoint, load, usable
-from beamline.errors import BeamlineError
 from beamline.records import Group
-from beamline.report import MetricsWriter, rollouts_path, truncate_after, write_report, write_rollouts
-from beamline.report.rollouts import find_rollouts
+from beamline.report import MetricsWriter, rollouts_path, write_report, write_rollouts
 from beamline.rollout.rows import rows
 from beamline.runtime.console import RunConsole
-from beamline.runtime.determinism import cpu_family
 from beamline.runtime.engines import Engines, build, check_model
 from beamline.runtime.export import export
+from beamline.runtime.resume import (
+    alone_in,
+    check_same,
+    clear_unsaved,
+    cut_metrics,
+    environment,
+    fingerprint,
+    resume_from,
+)
 from beamline.runtime.timing import Timings, peak_memory
-
-# Settings that a resumed run may change: they do not shape what any one step does. (Threads belong to the machine.)
-_FREE = ("name", "output", "steps", "checkpoint", "report", "evaluation.every", "rollout.deadline_seconds", "runtime")
-
-
-class ResumeError(BeamlineError, RuntimeError):
-    """A run that cannot be gone on with as asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,42 +65,6 @@ def write_data_report(run: Path, data: Data) -> None:
         for problems in (data.train, *data.evaluation.values())
     }
     write_atomic(run / "data.json", [json.dumps(record, indent=2).encode() + b"\n"])
-
-
-def environment(config: RunConfig) -> dict[str, str | int]:
-    """What has to be equal for a resumed run to give the same bytes."""
-    return {
-        "cpu": cpu_family(),
-        "threads": config.runtime.threads,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def resume_from(config: RunConfig, store: CheckpointStore) -> Path | None:
-    """The checkpoint that ``checkpoint.resume`` names, or None to begin.
-
-    Raises:
-        ResumeError: ``none`` in a folder that holds a run, or a checkpoint that is not there.
-    """
-    resume = config.checkpoint.resume
-    if resume == "latest":
-        return store.latest()
-    if resume != "none":
-        path = Path(resume).expanduser()
-        if not path.is_dir():
-            raise ResumeError(
-                f"checkpoint.resume={resume}: there is no such folder; use 'latest', 'none' or a checkpoint"
-            )
-        return path
-    for trace in (config.output / "metrics.jsonl", config.checkpoint_dir / "latest"):
-        if trace.exists():
-            raise ResumeError(
-                f"{trace} shows that a run is there already; go on with it (checkpoint.resume=latest), "
-                "or choose another folder (output=...)"
-            )
-    return None
 
 
 @dataclass(slots=True)
@@ -160,6 +118,7 @@ class Run:
         state = {
             "skipped_updates": self.skipped_updates,
             "environment": environment(self.config),
+            "train_problems": fingerprint(self.data.train),
             "config": self.config.model_dump(mode="json"),
         }
         with self.timings("checkpoint"):
@@ -188,57 +147,38 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     engines, chat = build(config)
     data = load_data(config, chat)
     opened = None if checkpoint is None else open_checkpoint(checkpoint)
-    if opened is None:
-        clear_unsaved(config.output)
-    else:
-        check_same(config, opened.run_state)
+    if opened is not None:
+        check_same(config, data.train, opened.run_state)
         engines.learner.load(opened.reader)
-        cut_metrics(config.output / "metrics.jsonl", opened)
-    config.output.mkdir(parents=True, exist_ok=True)
-    write_atomic(config.output / "config.yaml", [to_yaml(config).encode()])
-    write_data_report(config.output, data)
-    step = 0 if opened is None else opened.step
-    with RunConsole(config.steps, step) as console:
-        console.print(f"run {config.name} in {config.output}" + (f", resumed at step {step}" if opened else ""))
-        for problems in (data.train, *data.evaluation.values()):
-            console.print(f"data {problems.name}: {len(problems)} problems, {len(problems.excluded)} left out")
-        run = Run(
-            config=config,
-            engines=engines,
-            chat=chat,
-            data=data,
-            store=store,
-            metrics=MetricsWriter(config.output / "metrics.jsonl"),
-            console=console,
-            timings=Timings(),
-            fresh=opened is None,
-            step=step,
-            saved_step=-1 if opened is None else step,
-            skipped_updates=0 if opened is None else int(opened.run_state["skipped_updates"]),
-        )
-        yield run
-
-
-def cut_metrics(path: Path, checkpoint: Checkpoint) -> None:
-    """Leave in a run's metrics only what came before a checkpoint.
-
-    Raises:
-        ResumeError: the metrics have no line of the checkpoint's step.
-    """
-    try:
-        truncate_after(path, checkpoint.step)
-    except (FileNotFoundError, ValueError) as error:
-        raise ResumeError(
-            f"{checkpoint.path} cannot be gone on from in {path.parent}: {error}; "
-            "set output to the folder of the checkpoint's run, or checkpoint.resume to a checkpoint of this one"
-        ) from error
-
-
-def clear_unsaved(output: Path) -> None:
-    """Remove what a run left that ended before its first checkpoint."""
-    (output / "metrics.jsonl").unlink(missing_ok=True)
-    for dump in find_rollouts(output):
-        dump.unlink()
+    with alone_in(config.output):
+        if opened is None:
+            clear_unsaved(config.output)
+        else:
+            cut_metrics(config.output / "metrics.jsonl", opened)
+        write_atomic(config.output / "config.yaml", [to_yaml(config).encode()])
+        write_data_report(config.output, data)
+        step = 0 if opened is None else opened.step
+        with RunConsole(config.steps, step) as console:
+            console.print(f"run {config.name} in {config.output}" + (f", resumed at step {step}" if opened else ""))
+            if step >= config.steps:
+                console.print(f"nothing is left to do: {step} of {config.steps} steps are done")
+            for problems in (data.train, *data.evaluation.values()):
+                console.print(f"data {problems.name}: {len(problems)} problems, {len(problems.excluded)} left out")
+            run = Run(
+                config=config,
+                engines=engines,
+                chat=chat,
+                data=data,
+                store=store,
+                metrics=MetricsWriter(config.output / "metrics.jsonl"),
+                console=console,
+                timings=Timings(),
+                fresh=opened is None,
+                step=step,
+                saved_step=-1 if opened is None else step,
+                skipped_updates=0 if opened is None else int(opened.run_state["skipped_updates"]),
+            )
+            yield run
 
 
 def _speeds(metrics: Mapping[str, float], spent: Mapping[str, float]) -> dict[str, float]:
@@ -250,38 +190,3 @@ def _speeds(metrics: Mapping[str, float], spent: Mapping[str, float]) -> dict[st
         "timing/sampling_tokens_per_s": metrics["train/tokens"] / spent["timing/sampling"],
         "timing/training_tokens_per_s": metrics["train/tokens"] / learning,
     }
-
-
-def check_same(config: RunConfig, saved: Mapping[str, Any]) -> None:
-    """Hold the machine and the configuration against those of a checkpoint.
-
-    Raises:
-        ResumeError: something differs that shapes the result, and the recipe does not allow it.
-    """
-    now = environment(config)
-    other = [f"{k}: {saved['environment'].get(k)} -> {v}" for k, v in now.items() if saved["environment"].get(k) != v]
-    if other and not config.checkpoint.allow_other_machine:
-        raise ResumeError(
-            "the checkpoint was made elsewhere, so the bytes of this run would differ from an uninterrupted one ("
-            + "; ".join(other)
-            + "); checkpoint.allow_other_machine=true accepts that"
-        )
-    if config.checkpoint.allow_other_config:
-        return
-    try:
-        before = load_config(None, base=saved["config"])
-    except ConfigError as error:
-        raise ResumeError(
-            f"the checkpoint's configuration is of another version of beamline ({error}); "
-            "checkpoint.allow_other_config=true goes on without comparing"
-        ) from error
-    changed = [
-        f"{key}: {old} -> {new}"
-        for key, old, new in differences(before, config)
-        if not any(key == free or key.startswith(free + ".") for free in _FREE)
-    ]
-    if changed:
-        raise ResumeError(
-            "the checkpoint was made under other settings (" + "; ".join(changed) + "); "
-            "set them back, or accept the change with checkpoint.allow_other_config=true"
-        )

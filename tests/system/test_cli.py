@@ -235,7 +235,7 @@ def test_a_diverged_run_stops_and_its_last_checkpoint_stands(reference: Path, fi
     arguments = ("train", TINY, f"output={finished}", f"checkpoint.resume={saved}")
     ended = cli(*arguments, "learner.optimizer.lr=1e30", "checkpoint.allow_other_config=true")
     assert ended.code == 1
-    assert ended.err.startswith("DivergedError: update 2 of step 5: ")
+    assert ended.err.startswith("DivergedError: after step 4: ")
     assert "lower learner.optimizer.lr" in ended.err
     assert tensors(verify(saved).path) == tensors(reference / "checkpoints" / "global_step_4")
     assert cli(*arguments).code == 0

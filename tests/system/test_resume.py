@@ -18,7 +18,7 @@ from beamline.config.schema import LearnerConfig, PolicyConfig
 from beamline.learner.torch import TorchLearner
 from beamline.report import metrics, read_metrics, read_rollouts, reproducible
 from beamline.report.rollouts import find_rollouts
-from beamline.runtime.session import clear_unsaved
+from beamline.runtime.resume import clear_unsaved
 from beamline.transfer.local import LocalChannel
 from tests.faults import disk_full, failing_operation
 from tests.samples import make_experience

@@ -162,7 +162,14 @@ class TorchLearner:
         self._channel.send(plan, named_tensors(self._module))
 
     def save(self, writer: ShardWriter) -> None:
-        """Write weights, moments and the number of updates."""
+        """Write weights, moments and the number of updates.
+
+        Raises:
+            FloatingPointError: a weight is not finite; nothing was written.
+        """
+        for name, tensor in named_tensors(self._module).items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise FloatingPointError(f"{name} holds values that are not finite; no checkpoint was written")
         _write(writer, "policy", named_tensors(self._module).items())
         _write(writer, "optimizer", self._optimizer.named_state())
         writer.write_state("learner", {"updates": self._optimizer.updates})
