@@ -36,5 +36,5 @@ lint: $(READY)  ## check style and types
 bench: $(READY)  ## measure the quickstart: three seeds and a control; results in benchmarks/results
 	$(BIN)/python -m benchmarks.quickstart
 
-clean:  ## remove .venv and what runs left
-	rm -rf $(VENV) runs build
+clean:  ## remove .venv and build (runs stay)
+	rm -rf $(VENV) build

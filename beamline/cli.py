@@ -77,7 +77,7 @@ def evaluate(
 ) -> None:
     """Measure a model's accuracy: avg@k with a 95 % interval over problems, and pass@k.
 
-    The same model, data and seed give the numbers that training gives.
+    For a run or a checkpoint the figures are those that training gave at that step.
 
     Example: beamline eval runs/quickstart --set evaluation.samples_per_problem=32
     """

@@ -99,5 +99,7 @@ def _problem_sets(config: RunConfig, files: Sequence[Path], chat: BeamChat) -> d
     if len(named) < len(files):
         raise DataError(f"problem files need different names, their sets are named so: {', '.join(map(str, files))}")
     sources = {name: FileSource(path=file) for name, file in named.items()} or config.data.evaluation
+    if not sources:
+        raise DataError("there is nothing to evaluate on: give a problem file, or set data.evaluation")
     limit = config.rollout.max_prompt_tokens
     return {name: usable(load(name, source, config.seed, "eval"), chat, limit) for name, source in sources.items()}

@@ -46,6 +46,7 @@ def train(config: RunConfig) -> dict[str, float]:
             run.save()
         interrupt.raise_if_received()
         run.export()
+        interrupt.raise_if_received()
     return run.line
 
 
@@ -69,6 +70,7 @@ def one_step(run: Run, step: int) -> None:
         run.engines.sync(version=step)
     run.dump(step, groups)
     evaluated = measure(run, step) if run.due(run.config.evaluation.every, step) else {}
+    run.updates += sum(not update.skipped for update in stats)
     run.skipped_updates += sum(update.skipped for update in stats)
     run.record(step, sampling_statistics(groups) | update_statistics(stats) | evaluated)
 

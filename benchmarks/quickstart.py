@@ -1,6 +1,6 @@
 """The quickstart, measured: three seeds and a control that learns nothing.
 
-    python -m benchmarks.quickstart [--only seed0]
+    python -m benchmarks.quickstart
 
 Runs the real command line, one run after the other, and writes ``benchmarks/results/quickstart.json``: accuracy before
 and after with its 95 % interval over problems, seconds, peak memory, and what it ran on. Prints a table.

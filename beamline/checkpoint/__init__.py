@@ -17,8 +17,8 @@ operations, also for other files that must be whole or absent.
 """
 
 from beamline.checkpoint.errors import CheckpointError
-from beamline.checkpoint.files import FileDigest, fsync_dir, remove_tree, truncate_file, write_atomic
-from beamline.checkpoint.manifest import Checkpoint, Manifest, open_checkpoint, read_manifest, verify
+from beamline.checkpoint.files import FileDigest, remove_tree, rename_folder, write_atomic
+from beamline.checkpoint.manifest import Checkpoint, open_checkpoint, verify
 from beamline.checkpoint.shards import Group, ShardReader, ShardWriter
 from beamline.checkpoint.store import CheckpointStore
 
@@ -28,14 +28,11 @@ __all__ = [
     "CheckpointStore",
     "FileDigest",
     "Group",
-    "Manifest",
     "ShardReader",
     "ShardWriter",
-    "fsync_dir",
     "open_checkpoint",
-    "read_manifest",
     "remove_tree",
-    "truncate_file",
+    "rename_folder",
     "verify",
     "write_atomic",
 ]

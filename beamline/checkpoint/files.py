@@ -139,25 +139,6 @@ def remove_tree(path: Path) -> None:
     _delete(trash)
 
 
-def truncate_file(path: Path, size: int) -> None:
-    """Cut a file to its first ``size`` bytes and wait until that is on disk.
-
-    Raises:
-        ValueError: the file is shorter than that.
-        OSError: the file cannot be opened or cut.
-    """
-    with _explained("truncate", path):
-        descriptor = os.open(path, os.O_WRONLY)
-        try:
-            found = os.fstat(descriptor).st_size
-            if found < size:
-                raise ValueError(f"cannot cut {path} to {size} bytes: it has only {found}, the rest is lost")
-            os.ftruncate(descriptor, size)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def fsync_dir(path: Path) -> None:
     """Wait until the names in a folder (created, renamed, removed) are on disk."""
     with _explained("sync", path):

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -97,7 +96,7 @@ class ShardReader:
                     rest.append(box)
                     continue
                 result[common.within(part)] = holder.map()[common.within(holder.part)]
-                rest.extend(_subtract(box, common))
+                rest.extend(box.without(common))
             missing = rest
         if missing:
             gaps = ", ".join(f"{box.start}:{box.stop}" for box in missing[:3])
@@ -161,17 +160,3 @@ def _checked(path: Path, slices: Sequence[TensorSlice], buffers: Iterable[memory
         yield buffer
     if next(stream, None) is not None:
         raise ValueError(f"{path}: more buffers than the {len(slices)} slices")
-
-
-def _subtract(box: TensorSlice, hole: TensorSlice) -> Iterator[TensorSlice]:
-    """Disjoint boxes that cover ``box`` without ``hole``, which lies inside it."""
-    for d, (start, stop) in enumerate(zip(hole.start, hole.stop, strict=True)):
-        if box.start[d] < start:
-            yield replace(box, stop=_with(box.stop, d, start))
-        if stop < box.stop[d]:
-            yield replace(box, start=_with(box.start, d, stop))
-        box = replace(box, start=_with(box.start, d, start), stop=_with(box.stop, d, stop))
-
-
-def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
-    return (*values[:index], value, *values[index + 1 :])

@@ -103,7 +103,7 @@ class RolloutConfig(Section):
     """Drop tokens less likely than this share of the most likely one; must stay 0 in training."""
     min_tokens: NonNegative = 0
     """No stop token before so many others; must stay 0 in training."""
-    slots: Positive = 256
+    slots: Positive = 512
     """Sequences that decode together; each holds a slot of the cache."""
     deadline_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """Longest wait for the next finished response before the run fails."""
@@ -131,7 +131,7 @@ class LearnerConfig(Section):
 
     engine: Literal["torch"] = "torch"
     """`torch`: the embedded learner, in this process, on the Hugging Face module."""
-    micro_batch_tokens: Positive = 16384
+    micro_batch_tokens: Positive = 4096
     """Most rows of a micro-batch; a longer sequence is a micro-batch of its own. Bounds memory, never the result."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
@@ -161,7 +161,7 @@ class EvaluationConfig(Section):
     """How and when accuracy is measured."""
 
     every: NonNegative = 25
-    """Steps between evaluations; 0 = never. The last step is always evaluated unless this is 0."""
+    """Steps between evaluations in training, the last step always; 0 = none (see also `before_training`)."""
     before_training: bool = True
     """Also evaluate the model as it was given."""
     samples_per_problem: Positive = 8
@@ -190,7 +190,10 @@ class CheckpointConfig(Section):
     export: bool = True
     """At the end, also write the model as a Hugging Face folder under `<output>/export/`."""
     resume: str = "none"
-    """`none` (a run folder that already holds a run is an error), `latest`, or the path of a checkpoint."""
+    """`none` (a folder that already holds a run is an error), `latest` (begins anew where nothing was saved), or the
+    path of a checkpoint: the newest of this run, or any of another one, to branch off from."""
+    verify: bool = False
+    """Check the hashes of a checkpoint's files, not only their sizes, before going on from it."""
     allow_other_machine: bool = False
     """Resume although the CPU family, thread count or library versions differ; the bytes may then differ too."""
     allow_other_config: bool = False
@@ -256,16 +259,21 @@ class RunConfig(Section):
                 f"algorithm.prompts_per_update={algorithm.prompts_per_update} does not divide "
                 f"algorithm.prompts_per_step={algorithm.prompts_per_step}"
             )
-        if self.reward.overlong.buffer_tokens >= rollout.max_response_tokens:
-            raise ValueError(
-                f"reward.overlong.buffer_tokens={self.reward.overlong.buffer_tokens} must be smaller than "
-                f"rollout.max_response_tokens={rollout.max_response_tokens}"
-            )
+        limits = {
+            "rollout.max_response_tokens": rollout.max_response_tokens,
+            "evaluation.max_response_tokens": self.evaluation.max_response_tokens,
+        }
+        for key, limit in limits.items():
+            if limit is not None and self.reward.overlong.buffer_tokens >= limit:
+                raise ValueError(
+                    f"reward.overlong.buffer_tokens={self.reward.overlong.buffer_tokens} must be smaller than "
+                    f"{key}={limit}"
+                )
         for key, neutral in {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}.items():
             if getattr(rollout, key) != neutral:
                 raise ValueError(
                     f"rollout.{key}={getattr(rollout, key)} cannot be trained on: the learner would have to know which "
-                    f"tokens were allowed; use rollout.{key}={neutral} (evaluation.{key} is free)"
+                    f"tokens were allowed; use rollout.{key}={neutral}"
                 )
         if self.reward.wrong >= self.reward.right:
             raise ValueError(f"reward.wrong={self.reward.wrong} must be smaller than reward.right={self.reward.right}")

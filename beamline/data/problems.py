@@ -101,7 +101,8 @@ def check_disjoint(train: ProblemSet, evaluation: ProblemSet) -> None:
 
 
 def _normalized(text: str) -> str:
-    return re.sub(r"\s+", "", text).casefold()
+    """Without case, and without spacing but between words: ``1 + 2`` is ``1+2``, and ``12 3`` is not ``1 23``."""
+    return " ".join(re.sub(r"\s*([^\w\s])\s*", r"\1", text).split()).casefold()
 
 
 class _UnusableError(Exception):

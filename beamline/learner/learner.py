@@ -71,7 +71,7 @@ def update_statistics(updates: Sequence[StepStats]) -> dict[str, float]:
 
 
 class Learner(Protocol[Prepared]):
-    """An engine that trains the policy. ``tests/contract/test_learner.py`` is the definition in code."""
+    """An engine that trains the policy. ``tests/contract/test_learner*.py`` define it in code."""
 
     def forward(
         self,

@@ -12,6 +12,15 @@ def kept(batch: Sequence[Experience], loss: LossConfig) -> list[Experience]:
     return [e for e in trained if e.rollout.finish == "stop" or not loss.mask_truncated]
 
 
+def contributing(batch: Sequence[Experience], loss: LossConfig) -> list[Experience]:
+    """Those of the kept sequences that have a gradient: with an advantage of exactly 0 the whole loss is 0.
+
+    A group without signal is such a case. Leaving it out changes no update and saves its forward and backward pass;
+    its tokens stay in the denominator.
+    """
+    return [e for e in kept(batch, loss) if e.advantage != 0]
+
+
 def denominator(batch: Sequence[Experience], loss: LossConfig) -> int:
     """What the summed token losses are divided by (``token_mean``): response tokens of the whole mini-batch."""
     counted = kept(batch, loss) if loss.renormalize_after_mask else [e for e in batch if e.trained]

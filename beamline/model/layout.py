@@ -1,6 +1,6 @@
 """Which rank holds which part of which tensor. Names are Hugging Face checkpoint names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 WeightKind = Literal["full", "adapter"]
@@ -50,9 +50,24 @@ class TensorSlice:
             return None
         return TensorSlice(self.name, self.dtype, self.shape, start, stop)
 
+    def without(self, hole: "TensorSlice") -> "list[TensorSlice]":
+        """Disjoint boxes that cover this one but for ``hole``, which lies inside it."""
+        boxes, rest = [], self
+        for d, (start, stop) in enumerate(zip(hole.start, hole.stop, strict=True)):
+            if rest.start[d] < start:
+                boxes.append(replace(rest, stop=_with(rest.stop, d, start)))
+            if stop < rest.stop[d]:
+                boxes.append(replace(rest, start=_with(rest.start, d, stop)))
+            rest = replace(rest, start=_with(rest.start, d, start), stop=_with(rest.stop, d, stop))
+        return boxes
+
     def within(self, outer: "TensorSlice") -> tuple[slice, ...]:
         """Index of this box inside a buffer that holds ``outer``."""
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start, strict=True))
+
+
+def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index + 1 :])
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ the result. No token sees another sequence.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -67,7 +67,7 @@ def _bucket(spans: Sequence[tuple[int, int]]) -> _Bucket:
     return _Bucket(gather, keep, gather[keep], longest)
 
 
-@cache
+@lru_cache(maxsize=64)
 def window_mask(length: int, window: int) -> Tensor:
     """Causal mask ``[length, length]`` in which a query sees itself and ``window - 1`` tokens before it."""
     distance = torch.arange(length)[:, None] - torch.arange(length)

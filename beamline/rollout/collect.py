@@ -56,10 +56,13 @@ def sample(
     asked = requests(job, chat)
     sampler.submit([request for group in asked for request in group])
     done: dict[Key, Completion] = {}
-    missing = sum(map(len, asked))
+    wanted = {request.key for group in asked for request in group}
+    missing = len(wanted)
     last = time.monotonic()
     while len(done) < missing:
         for completion in sampler.poll(_POLL_SECONDS):
+            if completion.key not in wanted or completion.finish == "abort":
+                raise SamplingStalledError(f"the sampler gave up or was not asked for {completion.key}")
             done[completion.key] = completion
             last = time.monotonic()
             on_finish(completion)

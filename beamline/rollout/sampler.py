@@ -11,8 +11,8 @@ from beamline.transfer.plan import TransferPlan
 class Sampler(Protocol):
     """An engine that continues token sequences with the policy.
 
-    A request's tokens depend on its key, prefix, parameters, the seed and the weights, never on what else is in
-    flight. ``tests/contract/test_sampler.py`` is the definition in code.
+    A request's random numbers depend on its key and the seed, never on what else is in flight; what the model computes
+    for it may differ by rounding with the batch that it is in. ``tests/contract/test_sampler*.py`` define it in code.
     """
 
     def submit(self, requests: Sequence[Request]) -> None:

@@ -68,18 +68,31 @@ def load_module(config: RunConfig) -> nn.Module:
     return model.load(model_folder(config), DTYPE)
 
 
-def build(config: RunConfig) -> tuple[Engines, BeamChat]:
+def load_chat(config: RunConfig) -> BeamChat:
+    """The tokenizer and chat format of a run's model, checked against the model's shape.
+
+    Raises:
+        ModelError: the folder is unusable, or the tokenizer has ids that the model does not know.
+    """
+    shape, chat = check_model(config), BeamChat(model_folder(config))
+    if chat.vocab_size > shape.vocab_size:
+        raise ModelError(
+            f"the tokenizer of {model_folder(config)} has {chat.vocab_size} tokens, the model's vocab_size is "
+            f"{shape.vocab_size}"
+        )
+    return chat
+
+
+def build(config: RunConfig) -> Engines:
     """Load the model and build both engines.
 
     Raises:
         ModelError: the model folder cannot be used.
     """
-    shape = check_model(config)
-    chat = BeamChat(model_folder(config))
     module, channel = load_module(config), LocalChannel()
     learner = TorchLearner(module, config.policy, config.learner, channel)
-    sampler = local_sampler(config, shape, module, channel)
-    return Engines(learner, sampler, plan(learner.layout("full"), sampler.layout("full"))), chat
+    sampler = local_sampler(config, check_model(config), module, channel)
+    return Engines(learner, sampler, plan(learner.layout("full"), sampler.layout("full")))
 
 
 def sampler_of(config: RunConfig, module: nn.Module, version: int) -> Sampler:

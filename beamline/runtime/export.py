@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from beamline.checkpoint import CheckpointStore, open_checkpoint, remove_tree
+from beamline.checkpoint import CheckpointStore, open_checkpoint, remove_tree, rename_folder
 from beamline.config import load_config
+from beamline.config.compose import escaped
 from beamline.config.schema import RunConfig
 from beamline.model.beam import ModelError
 from beamline.policy import model
@@ -40,9 +41,12 @@ def export(config: RunConfig, checkpoint: Path, folder: Path) -> None:
         source = model_folder(config) / name
         if source.exists():
             shutil.copyfile(source, staging / name)
+    old = folder.with_name(f".{folder.name}.old")
     if folder.exists():
-        remove_tree(folder)
-    staging.rename(folder)
+        rename_folder(folder, old)
+    rename_folder(staging, folder)
+    if old.exists():
+        remove_tree(old)
 
 
 def export_model(path: Path, folder: Path) -> None:
@@ -65,13 +69,14 @@ def find_checkpoint(path: Path) -> Path | None:
     """The checkpoint that a path names: itself, or the newest one of a run or of a folder of checkpoints."""
     if (path / "manifest.json").is_file():
         return path
-    for directory in (path, path / "checkpoints"):
-        if (directory / "latest").is_file():
-            return CheckpointStore(directory, keep=0).latest()
-    return None
+    recipe = path / "config.yaml"
+    elsewhere = load_config(recipe).checkpoint.dir if recipe.is_file() else None
+    directories = [path, elsewhere or path / "checkpoints"]
+    found = (CheckpointStore(directory, keep=0).latest() for directory in directories)
+    return next((checkpoint for checkpoint in found if checkpoint is not None), None)
 
 
 def saved_config(checkpoint: Path) -> Mapping[str, Any]:
     """The configuration that a checkpoint was made under, as plain data."""
-    saved: Mapping[str, Any] = open_checkpoint(checkpoint).run_state["config"]
+    saved: Mapping[str, Any] = escaped(open_checkpoint(checkpoint).run_state.get("config", {}))
     return saved

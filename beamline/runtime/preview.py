@@ -1,12 +1,13 @@
 """What a run would do, found out without doing it."""
 
-from beamline.chat import BeamChat
-from beamline.checkpoint import CheckpointStore, open_checkpoint
+from math import prod
+
+from beamline.checkpoint import CheckpointStore
 from beamline.config.schema import RunConfig
-from beamline.model.beam import BeamShape, tensors
-from beamline.runtime.engines import check_model, model_folder, positions
-from beamline.runtime.resume import check_same, resume_from
-from beamline.runtime.session import Data, load_data
+from beamline.model.beam import tensors
+from beamline.runtime.engines import check_model, load_chat, load_module, positions
+from beamline.runtime.resume import resume_from
+from beamline.runtime.session import Data, load_data, open_from
 
 
 def preview(config: RunConfig) -> str:
@@ -17,16 +18,18 @@ def preview(config: RunConfig) -> str:
     """
     checkpoint = resume_from(config, CheckpointStore(config.checkpoint_dir, config.checkpoint.keep))
     shape = check_model(config)
-    data = load_data(config, BeamChat(model_folder(config)))
+    data = load_data(config, load_chat(config))
     if checkpoint is not None:
-        check_same(config, data.train, open_checkpoint(checkpoint).run_state)
+        open_from(config, data, checkpoint)
+    load_module(config)
     algorithm = config.algorithm
+    parameters = sum(prod(spec.shape) for spec in tensors(shape))
     samples = algorithm.prompts_per_step * algorithm.samples_per_prompt
     per_step = config.updates_per_step
     lines = [
         f"run         {config.name} in {config.output}, seed {config.seed}",
         f"begins      {'at the first step' if checkpoint is None else f'from {checkpoint}'}",
-        f"model       {config.model.path}: {_parameters(shape):,} parameters in {shape.num_hidden_layers} layers, "
+        f"model       {config.model.path}: {parameters:,} parameters in {shape.num_hidden_layers} layers, "
         f"{len(shape.moe_layers)} of them with {shape.num_experts} experts, top {shape.num_experts_per_tok}",
         f"steps       {config.steps}, each {algorithm.prompts_per_step} problems x {algorithm.samples_per_prompt} "
         f"samples = {samples} responses and {per_step} update{'s' if per_step > 1 else ''}",
@@ -34,16 +37,6 @@ def preview(config: RunConfig) -> str:
         *_data_lines(data, config),
     ]
     return "\n".join(lines)
-
-
-def _parameters(shape: BeamShape) -> int:
-    total = 0
-    for spec in tensors(shape):
-        size = 1
-        for n in spec.shape:
-            size *= n
-        total += size
-    return total
 
 
 def _data_lines(data: Data, config: RunConfig) -> list[str]:

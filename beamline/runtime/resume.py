@@ -3,20 +3,24 @@
 import fcntl
 import hashlib
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import tokenizers
 import torch
 import transformers
 
-from beamline.checkpoint import Checkpoint, CheckpointStore
+import beamline
+from beamline.checkpoint import Checkpoint, CheckpointStore, write_atomic
 from beamline.config import ConfigError, differences, load_config
+from beamline.config.compose import escaped
 from beamline.config.schema import RunConfig
 from beamline.data import ProblemSet
 from beamline.errors import BeamlineError
-from beamline.report import read_metrics, truncate_after
+from beamline.report import truncate_after
 from beamline.report.rollouts import find_rollouts, step_of
 from beamline.runtime.determinism import cpu_family
 
@@ -52,17 +56,18 @@ def environment(config: RunConfig) -> dict[str, str | int]:
         "cpu": cpu_family(),
         "threads": config.runtime.threads,
         "python": platform.python_version(),
+        "beamline": beamline.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+        "numpy": np.__version__,
     }
 
 
-def fingerprint(problems: ProblemSet) -> str:
-    """A hash of everything that training takes from a problem set."""
-    digest = hashlib.sha256()
-    for problem in problems.problems:
-        digest.update(repr((problem.id, problem.messages, problem.answer)).encode())
-    return digest.hexdigest()
+def fingerprints(sets: Iterable[ProblemSet]) -> dict[str, str]:
+    """For each problem set, a hash of everything that a run takes from it."""
+    texts = {s.name: repr([(p.id, p.messages, p.answer) for p in s.problems]) for s in sets}
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 
 def resume_from(config: RunConfig, store: CheckpointStore) -> Path | None:
@@ -83,43 +88,57 @@ def resume_from(config: RunConfig, store: CheckpointStore) -> Path | None:
             raise ResumeError(
                 f"checkpoint.resume={resume}: there is no such folder; use 'latest', 'none' or a checkpoint"
             )
+        _check_newest(path, store)
         return path
-    for trace in (config.output / "metrics.jsonl", config.checkpoint_dir / "latest"):
-        if trace.exists():
-            raise ResumeError(
-                f"{trace} shows that a run is there already; go on with it (checkpoint.resume=latest), "
-                "or choose another folder (output=...)"
-            )
+    traces = [path for path in (config.output / "metrics.jsonl", store.latest()) if path is not None and path.exists()]
+    if traces:
+        raise ResumeError(
+            f"{traces[0]} shows that a run is there already; go on with it (checkpoint.resume=latest), "
+            "or choose another folder (output=...)"
+        )
     return None
 
 
 def _check_nothing_saved(config: RunConfig) -> None:
     """A run may begin anew where it ended before its first checkpoint, and nowhere else."""
-    metrics = config.output / "metrics.jsonl"
-    lines = read_metrics(metrics) if metrics.exists() else []
-    done = int(lines[-1]["step"]) if lines else 0
-    first_save = config.checkpoint.every or config.steps
-    if done > first_save:
+    recipe = config.output / "config.yaml"
+    if not recipe.exists():
+        return
+    before = load_config(recipe).checkpoint.dir or config.output / "checkpoints"
+    if CheckpointStore(before, keep=0).latest() is not None:
         raise ResumeError(
-            f"{metrics} tells of {done} steps, but {config.checkpoint_dir} holds no checkpoint; set checkpoint.dir to "
-            "where the checkpoints are, or choose another folder (output=...)"
+            f"the run in {config.output} has checkpoints in {before}, and {config.checkpoint_dir} has none; "
+            f"go on with it (checkpoint.dir={before}), or choose another folder (output=...)"
         )
 
 
-def cut_metrics(path: Path, checkpoint: Checkpoint) -> None:
-    """Leave in a run's metrics and rollouts only what came before a checkpoint.
+def _check_newest(path: Path, store: CheckpointStore) -> None:
+    """Going back within a run would leave later checkpoints that its metrics no longer tell of."""
+    latest = store.latest()
+    if latest is not None and path.resolve().parent == store.directory.resolve() and path.resolve() != latest.resolve():
+        raise ResumeError(
+            f"{path} is not the newest checkpoint of this run, {latest} is; branch off in another folder "
+            "(output=...), or remove the later checkpoints first"
+        )
+
+
+def go_back(output: Path, checkpoint: Checkpoint) -> None:
+    """Leave in a run's metrics and rollouts what came before a checkpoint; a new folder takes the metrics of its run.
 
     Raises:
         ResumeError: the metrics have no line of the checkpoint's step.
     """
+    metrics, source = output / "metrics.jsonl", checkpoint.path.resolve().parents[1] / "metrics.jsonl"
+    if not metrics.exists() and source.exists():
+        write_atomic(metrics, [source.read_bytes()])
     try:
-        truncate_after(path, checkpoint.step)
-    except (FileNotFoundError, ValueError) as error:
+        if metrics.exists():
+            truncate_after(metrics, checkpoint.step)
+    except ValueError as error:
         raise ResumeError(
-            f"{checkpoint.path} cannot be gone on from in {path.parent}: {error}; "
-            "set output to the folder of the checkpoint's run, or checkpoint.resume to a checkpoint of this one"
+            f"{checkpoint.path} cannot be gone on from in {output}: {error}; choose another folder (output=...)"
         ) from error
-    for dump in find_rollouts(path.parent):
+    for dump in find_rollouts(output):
         if step_of(dump) > checkpoint.step:
             dump.unlink()
 
@@ -131,14 +150,15 @@ def clear_unsaved(output: Path) -> None:
         dump.unlink()
 
 
-def check_same(config: RunConfig, train: ProblemSet, saved: Mapping[str, Any]) -> None:
-    """Hold the machine, the training problems and the configuration against those of a checkpoint.
+def check_same(config: RunConfig, problems: Mapping[str, str], saved: Mapping[str, Any]) -> None:
+    """Hold machine, configuration and problems (their fingerprints) against those of a checkpoint.
 
     Raises:
         ResumeError: something differs that shapes the result, and the recipe does not allow it.
     """
     now = environment(config)
-    other = [f"{k}: {saved['environment'].get(k)} -> {v}" for k, v in now.items() if saved["environment"].get(k) != v]
+    then = saved.get("environment", {})
+    other = [f"{k}: {then.get(k)} -> {v}" for k, v in now.items() if then.get(k) != v]
     if other and not config.checkpoint.allow_other_machine:
         raise ResumeError(
             "the checkpoint was made elsewhere, so the bytes of this run would differ from an uninterrupted one ("
@@ -148,7 +168,7 @@ def check_same(config: RunConfig, train: ProblemSet, saved: Mapping[str, Any]) -
     if config.checkpoint.allow_other_config:
         return
     try:
-        before = load_config(None, base=saved["config"])
+        before = load_config(None, base=escaped(saved.get("config", {})))
     except ConfigError as error:
         raise ResumeError(
             f"the checkpoint's configuration is of another version of beamline ({error}); "
@@ -159,8 +179,8 @@ def check_same(config: RunConfig, train: ProblemSet, saved: Mapping[str, Any]) -
         for key, old, new in differences(before, config)
         if not any(key == free or key.startswith(free + ".") for free in _FREE)
     ]
-    if fingerprint(train) != saved["train_problems"]:
-        changed.append("data.train: other problems than before under the same name")
+    known = saved.get("problems", {})
+    changed += [f"the problems of data set {name!r}" for name in problems if known.get(name, "") != problems[name]]
     if changed:
         raise ResumeError(
             "the checkpoint was made under other settings (" + "; ".join(changed) + "); "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from beamline.chat import BeamChat
-from beamline.checkpoint import CheckpointStore, open_checkpoint, write_atomic
+from beamline.checkpoint import Checkpoint, CheckpointStore, open_checkpoint, verify, write_atomic
 from beamline.config import to_yaml
 from beamline.config.schema import RunConfig
 from beamline.data import ProblemSet, check_disjoint, load, usable
@@ -16,15 +16,16 @@ from beamline.records import Group
 from beamline.report import MetricsWriter, rollouts_path, write_report, write_rollouts
 from beamline.rollout.rows import rows
 from beamline.runtime.console import RunConsole
-from beamline.runtime.engines import Engines, build, check_model
+from beamline.runtime.engines import Engines, build, load_chat
 from beamline.runtime.export import export
 from beamline.runtime.resume import (
+    ResumeError,
     alone_in,
     check_same,
     clear_unsaved,
-    cut_metrics,
     environment,
-    fingerprint,
+    fingerprints,
+    go_back,
     resume_from,
 )
 from beamline.runtime.timing import Timings, peak_memory
@@ -36,6 +37,10 @@ class Data:
 
     train: ProblemSet
     evaluation: dict[str, ProblemSet]
+
+    def fingerprints(self) -> dict[str, str]:
+        """A hash of each set."""
+        return fingerprints([self.train, *self.evaluation.values()])
 
 
 def load_data(config: RunConfig, chat: BeamChat) -> Data:
@@ -82,6 +87,7 @@ class Run:
     fresh: bool
     step: int = 0
     saved_step: int = -1
+    updates: int = 0
     skipped_updates: int = 0
     line: dict[str, float] = field(default_factory=dict)
     last_line_at: float = field(default_factory=time.perf_counter)
@@ -93,8 +99,7 @@ class Run:
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the step's line of metrics; from here on the step is done. Shows it, and refreshes the report."""
-        updates = step * self.config.updates_per_step - self.skipped_updates
-        counts = {"policy/updates": updates, "policy/skipped_updates": self.skipped_updates} if step else {}
+        counts = {"policy/updates": self.updates, "policy/skipped_updates": self.skipped_updates}
         now = time.perf_counter()
         spent = self.timings.take() | {"timing/step": now - self.last_line_at}
         self.last_line_at = now
@@ -109,16 +114,17 @@ class Run:
 
     def dump(self, step: int, groups: list[Group]) -> None:
         """Write what was sampled, when it is due."""
-        every = self.config.report.rollouts_every
-        if every and (step % every == 0 or step == self.config.steps):
-            write_rollouts(rollouts_path(self.config.output, step), rows(groups, self.chat, step))
+        if self.due(self.config.report.rollouts_every, step):
+            with self.timings("report"):
+                write_rollouts(rollouts_path(self.config.output, step), rows(groups, self.chat, step))
 
     def save(self) -> None:
         """Write a checkpoint of the step that is done."""
         state = {
+            "updates": self.updates,
             "skipped_updates": self.skipped_updates,
             "environment": environment(self.config),
-            "train_problems": fingerprint(self.data.train),
+            "problems": self.data.fingerprints(),
             "config": self.config.model_dump(mode="json"),
         }
         with self.timings("checkpoint"):
@@ -134,6 +140,18 @@ class Run:
         self.console.print(f"report: {page}")
 
 
+def open_from(config: RunConfig, data: Data, path: Path) -> Checkpoint:
+    """Open the checkpoint to go on from, and make sure that the run can.
+
+    Raises:
+        CheckpointError: it is damaged.
+        ResumeError: something differs that shapes the result.
+    """
+    checkpoint = verify(path) if config.checkpoint.verify else open_checkpoint(path)
+    check_same(config, data.fingerprints(), checkpoint.run_state)
+    return checkpoint
+
+
 @contextmanager
 def open_run(config: RunConfig) -> Iterator[Run]:
     """Build or resume everything a run needs; while entered, its progress is shown.
@@ -143,18 +161,19 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     """
     store = CheckpointStore(config.checkpoint_dir, config.checkpoint.keep)
     checkpoint = resume_from(config, store)
-    check_model(config)
-    engines, chat = build(config)
+    chat = load_chat(config)
     data = load_data(config, chat)
-    opened = None if checkpoint is None else open_checkpoint(checkpoint)
+    opened = None if checkpoint is None else open_from(config, data, checkpoint)
+    engines = build(config)
     if opened is not None:
-        check_same(config, data.train, opened.run_state)
         engines.learner.load(opened.reader)
     with alone_in(config.output):
+        if resume_from(config, store) != checkpoint:
+            raise ResumeError(f"another process has worked in {config.output} in the meantime; start again")
         if opened is None:
             clear_unsaved(config.output)
         else:
-            cut_metrics(config.output / "metrics.jsonl", opened)
+            go_back(config.output, opened)
         write_atomic(config.output / "config.yaml", [to_yaml(config).encode()])
         write_data_report(config.output, data)
         step = 0 if opened is None else opened.step
@@ -176,6 +195,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
                 fresh=opened is None,
                 step=step,
                 saved_step=-1 if opened is None else step,
+                updates=0 if opened is None else int(opened.run_state["updates"]),
                 skipped_updates=0 if opened is None else int(opened.run_state["skipped_updates"]),
             )
             yield run

@@ -61,7 +61,7 @@ def _cover(
         source, part = min(found, key=lambda f: (-prod(f[1].size), sent[f[0]], f[0]))
         sent[source] += prod(part.size)
         moves.append(Move(source, destination, part))
-        open_boxes.extend(_remainder(box, part))
+        open_boxes.extend(box.without(part))
     return sorted(moves, key=lambda move: move.part.start)
 
 
@@ -69,16 +69,3 @@ def _shared(piece: TensorSlice, box: TensorSlice) -> TensorSlice | None:
     if piece.shape != box.shape:
         raise TransferError(f"{box.name} has shape {piece.shape} at the source and {box.shape} at the destination")
     return piece.intersect(box)
-
-
-def _remainder(box: TensorSlice, part: TensorSlice) -> list[TensorSlice]:
-    """The boxes that are left of ``box`` without ``part``, cut dimension by dimension."""
-    left: list[TensorSlice] = []
-    start, stop = list(box.start), list(box.stop)
-    for d in range(len(start)):
-        for a, b in ((start[d], part.start[d]), (part.stop[d], stop[d])):
-            if a < b:
-                piece_start, piece_stop = (*start[:d], a, *start[d + 1 :]), (*stop[:d], b, *stop[d + 1 :])
-                left.append(TensorSlice(box.name, box.dtype, box.shape, piece_start, piece_stop))
-        start[d], stop[d] = part.start[d], part.stop[d]
-    return left

@@ -226,11 +226,23 @@ def test_the_gradient_is_clipped_to_its_norm(learner_factory: LearnerFactory) ->
     assert_gradients_equal(clipped, {name: g * 0.5 / stats.grad_norm for name, g in free.items()}, 1e-5)
 
 
+def test_a_sequence_with_an_advantage_of_0_is_left_out_and_counts_in_the_denominator(
+    learner_factory: LearnerFactory,
+) -> None:
+    silent = experience(3, 9, seed=5, advantage=0.0)
+    prepared = learner_factory(random_beam()).prepare([*batch(), silent], LOSS)
+    assert prepared.loss_tokens == sum(e.rollout.response_tokens for e in batch())
+    share = sum(e.rollout.response_tokens for e in batch()) / (sum(e.rollout.response_tokens for e in batch()) + 9)
+    _, alone = updated_gradient(learner_factory(random_beam(), **GRADIENT), batch())
+    _, beside = updated_gradient(learner_factory(random_beam(), **GRADIENT), [*batch(), silent])
+    assert beside.loss == pytest.approx(alone.loss * share, rel=1e-6)
+
+
 def test_matrices_decay_and_vectors_do_not(learner_factory: LearnerFactory) -> None:
-    """An advantage of 0 leaves the decay alone."""
-    learner = learner_factory(random_beam(), lr=0.1, weight_decay=0.5)
+    """A gradient far below the optimizer's epsilon leaves the decay alone."""
+    learner = learner_factory(random_beam(), lr=0.1, weight_decay=0.5, eps=1e6)
     before = weights(learner)
-    update(learner, [experience(3, 9, seed=1, advantage=0.0)])
+    update(learner, [experience(3, 9, seed=1, advantage=1e-3)])
     for name, after in weights(learner).items():
         np.testing.assert_allclose(after, before[name] * (0.95 if after.ndim > 1 else 1.0), rtol=1e-6, err_msg=name)
 

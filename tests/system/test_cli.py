@@ -57,7 +57,7 @@ MISTAKES = {
     "step=5": ["step=5", "unknown key; did you mean steps"],
     "steps=many": ['steps="many"', "expected integer >= 1"],
     "rollout.temperature=0": ["rollout.temperature=0", "expected number > 0"],
-    "rollout.top_p=0.9": ["rollout.top_p=0.9 cannot be trained on", "evaluation.top_p is free"],
+    "rollout.top_p=0.9": ["rollout.top_p=0.9 cannot be trained on", "use rollout.top_p=1.0"],
     "algorithm.prompts_per_update=3": ["prompts_per_update=3 does not divide algorithm.prompts_per_step=4"],
     "steps": ["override 'steps'", "dotted.key=value"],
 }
@@ -232,7 +232,8 @@ def test_training_on_evaluation_problems_is_refused(tmp_path: Path, cli: Cli) ->
 
 def test_a_diverged_run_stops_and_its_last_checkpoint_stands(reference: Path, finished: Path, cli: Cli) -> None:
     saved = finished / "checkpoints" / "global_step_4"
-    arguments = ("train", TINY, f"output={finished}", f"checkpoint.resume={saved}")
+    shutil.rmtree(finished / "checkpoints" / "global_step_6")
+    arguments = ("train", TINY, f"output={finished}", "checkpoint.resume=latest")
     ended = cli(*arguments, "learner.optimizer.lr=1e30", "checkpoint.allow_other_config=true")
     assert ended.code == 1
     assert ended.err.startswith("DivergedError: after step 4: ")

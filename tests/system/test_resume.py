@@ -18,7 +18,7 @@ from beamline.config.schema import LearnerConfig, PolicyConfig
 from beamline.learner.torch import TorchLearner
 from beamline.report import metrics, read_metrics, read_rollouts, reproducible
 from beamline.report.rollouts import find_rollouts
-from beamline.runtime.resume import clear_unsaved
+from beamline.runtime.resume import alone_in, clear_unsaved
 from beamline.transfer.local import LocalChannel
 from tests.faults import disk_full, failing_operation
 from tests.samples import make_experience
@@ -240,12 +240,17 @@ def test_a_run_is_not_begun_in_the_folder_of_another(finished: Path, cli: Cli) -
     assert results(finished) == before
 
 
-def test_a_checkpoint_of_another_folder_is_refused_where_its_metrics_are_not(
+def test_a_checkpoint_of_another_run_is_branched_off_with_its_metrics(
     reference: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    ended = cli("train", TINY, f"output={tmp_path / 'other'}", f"checkpoint.resume={newest(reference)}")
-    assert ended.code == 1
-    assert "set output to the folder of the checkpoint's run" in ended.err
+    saved = reference / "checkpoints" / "global_step_4"
+    ended = cli("train", TINY, f"output={tmp_path / 'branch'}", f"checkpoint.resume={saved}")
+    assert ended.code == 0, ended.err
+    assert "resumed at step 4" in ended.out
+    branch, whole = results(tmp_path / "branch"), results(reference)
+    assert branch == {name: whole[name] for name in branch}
+    earlier = ("rollouts", "export/evals")  # stay with the run that they are of
+    assert [name for name in whole if name not in branch and not name.startswith(earlier)] == []
 
 
 @pytest.mark.parametrize(("name", "reason"), [("nowhere", "there is no such folder"), ("", "is not a checkpoint")])
@@ -256,14 +261,50 @@ def test_a_path_that_is_no_checkpoint_is_refused(name: str, reason: str, tmp_pat
     assert reason in ended.err
 
 
-def test_going_back_to_an_earlier_checkpoint_gives_the_same_bytes_again(
-    reference: Path, finished: Path, cli: Cli
-) -> None:
+def test_going_back_within_a_run_is_refused_while_later_checkpoints_are_there(finished: Path, cli: Cli) -> None:
+    before = results(finished)
     earlier = finished / "checkpoints" / "global_step_4"
     ended = cli("train", TINY, f"output={finished}", f"checkpoint.resume={earlier}")
+    assert ended.code == 1
+    assert "branch off in another folder" in ended.err
+    assert results(finished) == before
+
+
+def test_going_back_after_the_later_checkpoints_were_removed_gives_the_same_bytes_again(
+    reference: Path, finished: Path, cli: Cli
+) -> None:
+    shutil.rmtree(finished / "checkpoints" / "global_step_6")
+    ended = cli("train", TINY, f"output={finished}", "checkpoint.resume=latest")
     assert ended.code == 0, ended.err
-    assert "resumed at step 4" in ended.out
     assert results(finished) == results(reference)
+
+
+def test_a_run_whose_checkpoints_lie_elsewhere_is_not_begun_anew(finished: Path, tmp_path: Path, cli: Cli) -> None:
+    before = results(finished)
+    other = tmp_path / "mistyped"
+    ended = cli("train", TINY, f"output={finished}", "checkpoint.resume=latest", f"checkpoint.dir={other}")
+    assert ended.code == 1
+    assert f"checkpoint.dir={finished / 'checkpoints'}" in ended.err
+    assert results(finished) == before
+
+
+def test_two_processes_do_not_work_in_one_folder(finished: Path, cli: Cli) -> None:
+    with alone_in(finished):
+        ended = cli("train", TINY, f"output={finished}", "checkpoint.resume=latest")
+    assert ended.code == 1
+    assert f"another process is at work in {finished}" in ended.err
+
+
+def test_other_problems_under_the_same_name_are_refused(tmp_path: Path, cli: Cli) -> None:
+    problems = tmp_path / "sums.jsonl"
+    rows = [json.dumps({"question": f"{n}+{n}", "answer": 2 * n}) for n in range(10, 20)]
+    problems.write_text("\n".join(rows))
+    arguments = ("train", TINY, f"output={tmp_path / 'run'}", "checkpoint.resume=latest", "data.train.source=file")
+    assert cli(*arguments, f"data.train.path={problems}", "steps=1").code == 0
+    problems.write_text("\n".join(rows[:-1]))
+    ended = cli(*arguments, f"data.train.path={problems}", "steps=2")
+    assert ended.code == 1
+    assert "the problems of data set 'train'" in ended.err
 
 
 def test_metrics_that_end_before_the_checkpoint_are_an_error(finished: Path, cli: Cli) -> None:

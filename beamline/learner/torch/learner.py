@@ -12,7 +12,7 @@ from beamline.algorithms.loss import LossConfig, clipped_loss
 from beamline.checkpoint.shards import ShardReader, ShardWriter
 from beamline.config.schema import LearnerConfig, PolicyConfig
 from beamline.learner.learner import Outputs, StepStats
-from beamline.learner.planning import denominator, kept, micro_batches
+from beamline.learner.planning import contributing, denominator, micro_batches
 from beamline.learner.torch.optimizer import Optimizer
 from beamline.model.layout import Layout, TensorSlice, WeightKind
 from beamline.policy import attention, head, model
@@ -89,8 +89,8 @@ class TorchLearner:
         )
 
     def prepare(self, batch: Sequence[Experience], loss: LossConfig) -> TorchPrepared:
-        """Cut what is kept into micro-batches; compute old log-probabilities under the same cut if they are needed."""
-        sequences = kept(batch, loss)
+        """Cut what has a gradient into micro-batches; if needed, compute old log-probabilities under the same cut."""
+        sequences = contributing(batch, loss)
         cuts = micro_batches(sequences, self._config.micro_batch_tokens)
         micros = [_tensors(pack([sequences[i] for i in cut])) for cut in cuts]
         if not loss.on_policy:

@@ -167,14 +167,17 @@ class BeamDecoder:
     ) -> Tensor:
         shape = self.shape
         q_width, kv_width = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        q, k, v, gate = (x @ layer.qkvg.T).split([q_width, kv_width, kv_width, q_width], dim=-1)
-        q = self._norm(q.unflatten(-1, (-1, shape.head_dim)), layer.q_norm)
-        k = self._norm(k.unflatten(-1, (-1, shape.head_dim)), layer.k_norm)
+        qk, v, gate = (x @ layer.qkvg.T).split([q_width + kv_width, kv_width, q_width], dim=-1)
+        heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+        weights = torch.cat([layer.q_norm.expand(heads, -1), layer.k_norm.expand(kv_heads, -1)]).float()
+        qk = qk.unflatten(-1, (-1, shape.head_dim))
+        qk = (F.rms_norm(qk.float(), (shape.head_dim,), eps=shape.rms_norm_eps) * weights).to(self.dtype)
         v = v.unflatten(-1, (-1, shape.head_dim))
+        if self._window(i) is not None:
+            qk = (qk * cos + _rotate_half(qk) * sin).to(self.dtype)
+        q, k = qk.split([heads, kv_heads], dim=1)
         if self._window(i) is None:
             q = (q.float() * scale).to(q.dtype)
-        else:
-            q, k = ((t * cos + _rotate_half(t) * sin).to(self.dtype) for t in (q, k))
         out = attend(i, q, k, v)
         gate = gate.unflatten(-1, (-1, shape.head_dim)) + layer.gate_bias[:, None]
         return (out * torch.sigmoid(gate).flatten(1)) @ layer.o.T
@@ -185,11 +188,10 @@ class BeamDecoder:
         K = chosen.shape[1]
         sorted_experts, order = torch.sort(chosen.flatten(), stable=True)
         ends = torch.searchsorted(sorted_experts, torch.arange(self.shape.num_experts), right=True).int()
-        rows = x[order // K]
+        rows = x.index_select(0, order // K)
         inner = _swiglu(F.grouped_mm(rows, layer.gate_up.transpose(1, 2), offs=ends))
         outer = F.grouped_mm(inner, layer.down.transpose(1, 2), offs=ends) * weights.flatten()[order, None]
-        by_choice = torch.empty_like(outer)
-        by_choice[order] = outer
+        by_choice = outer.index_select(0, torch.argsort(order))
         y = by_choice.unflatten(0, (-1, K)).sum(1).to(x.dtype) * self.shape.routed_scaling_factor
         return y, chosen.to(self.route_dtype)
 

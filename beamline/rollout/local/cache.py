@@ -12,33 +12,31 @@ from torch import Tensor
 
 
 class SlotCache:
-    """Preallocated keys and values ``[slots, KV, places, d]`` of each layer; a full layer has a place per position."""
+    """Preallocated keys and values of each layer, side by side: ``[slots, places, KV, 2 d]``.
+
+    A full layer has a place for each position. One tensor for both halves the number of scattered writes.
+    """
 
     def __init__(self, slots: int, places: Sequence[int], kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        self.keys = [torch.zeros(slots, kv_heads, n, head_dim, dtype=dtype) for n in places]
-        self.values = [torch.zeros_like(keys) for keys in self.keys]
+        self._layers = [torch.zeros(slots, n, kv_heads, 2 * head_dim, dtype=dtype) for n in places]
 
     def places(self, layer: int) -> int:
         """Positions that a layer can hold."""
-        return self.keys[layer].shape[2]
+        return self._layers[layer].shape[1]
 
     def write(self, layer: int, slots_N: Tensor, positions_N: Tensor, key: Tensor, value: Tensor) -> None:
         """Store ``key``, ``value [N, KV, d]``; of positions that share a place of a ring, only one may be given."""
-        places_N = positions_N % self.places(layer)
-        self.keys[layer][slots_N, :, places_N] = key
-        self.values[layer][slots_N, :, places_N] = value
+        places = self.places(layer)
+        rows_N = slots_N * places + positions_N % places
+        self._layers[layer].flatten(0, 1).index_copy_(0, rows_N, torch.cat([key, value], dim=-1))
 
     def read(self, layer: int, slots: int, positions: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first ``slots`` slots, as many places as ``positions`` positions can fill."""
+        """Keys and values ``[slots, KV, places, d]`` of the first slots, in as many places as positions can fill."""
         places = min(positions, self.places(layer))
-        return self.keys[layer][:slots, :, :places], self.values[layer][:slots, :, :places]
+        keys, values = self._layers[layer][:slots, :places].transpose(1, 2).chunk(2, dim=-1)
+        return keys, values
 
     def move(self, source: int, target: int) -> None:
         """Copy one slot over another."""
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._layers:
             tensor[target] = tensor[source]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held."""
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from beamline.checkpoint import CheckpointError, FileDigest, remove_tree, truncate_file, write_atomic
+from beamline.checkpoint import CheckpointError, FileDigest, remove_tree, write_atomic
 from beamline.checkpoint import files as files_module
 from beamline.checkpoint.files import Bytes, hash_file, make_folder, read_json, write_json
 from tests.faults import Crash, disk_full, failing_operation
@@ -135,23 +135,6 @@ def test_a_tree_is_whole_or_hidden_after_a_crash_at_any_operation(tmp_path: Path
             assert names(tmp_path) == []
     remove_tree(make_tree())
     assert names(tmp_path) == []
-
-
-def test_truncate_keeps_the_beginning_and_syncs_it(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"abcdef")
-    with failing_operation() as disk:
-        truncate_file(path, 4)
-    assert path.read_bytes() == b"abcd"
-    assert [name for name, _ in disk.trace] == ["open", "ftruncate", "fsync", "close"]
-
-
-def test_truncate_refuses_to_grow_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"abc")
-    with pytest.raises(ValueError, match="has only 3"):
-        truncate_file(path, 4)
-    assert path.read_bytes() == b"abc"
 
 
 def test_json_comes_back_exactly(tmp_path: Path) -> None:

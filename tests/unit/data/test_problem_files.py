@@ -86,7 +86,7 @@ def test_all_bad_rows_of_a_file_are_counted_in_order(tmp_path: Path) -> None:
 
 
 def test_a_question_asked_before_is_left_out_whatever_its_spacing_and_case(tmp_path: Path) -> None:
-    rows = [{"question": q, "answer": 1, "id": q} for q in ("Add 1+1", "add1 + 1", "ADD\t1+1 ", "add 1+2")]
+    rows = [{"question": q, "answer": 1, "id": q} for q in ("Add 1+1", "add 1 + 1", "ADD\t1+1 ", "add 1+2")]
     problems = read(write(tmp_path, *rows))
     assert [p.id for p in problems.problems] == ["Add 1+1", "add 1+2"]
     assert problems.excluded == tuple(Excluded(f"line {n}", "the same question as 'Add 1+1'") for n in (2, 3))

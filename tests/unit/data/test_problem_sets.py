@@ -34,12 +34,16 @@ def test_sets_that_share_nothing_pass() -> None:
     check_disjoint(ProblemSet("train", (make_problem("1+2"),)), ProblemSet("eval", (make_problem("2+1"),)))
 
 
-@pytest.mark.parametrize("question", ["add 1+2", "ADD 1+2", "  Add1 +\n2\t", "add\u00a01+2"])
+@pytest.mark.parametrize("question", ["add 1+2", "ADD 1+2", "  Add  1 +\n2\t", "add\u00a01+2"])
 def test_a_shared_question_is_an_error_whatever_its_spacing_and_case(question: str) -> None:
     train = ProblemSet("train", (make_problem("Add 1+2"),))
     evaluation = ProblemSet("aime", (make_problem("add 3+4"), make_problem(question)))
     with pytest.raises(DataError, match=r"1 of 2 problems of evaluation set 'aime' .*problem 'id of Add 1\+2'"):
         check_disjoint(train, evaluation)
+
+
+def test_numbers_that_only_spacing_tells_apart_are_other_questions() -> None:
+    check_disjoint(ProblemSet("train", (make_problem("12 3"),)), ProblemSet("eval", (make_problem("1 23"),)))
 
 
 def test_generated_training_and_evaluation_sets_are_disjoint_for_any_seeds() -> None:

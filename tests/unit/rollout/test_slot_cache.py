@@ -67,7 +67,3 @@ def test_a_move_copies_all_layers_and_leaves_the_rest() -> None:
         keys, values = target.read(layer, 3, 2)
         assert keys[:, 0, 1, 0].tolist() == [201, 101, 201]
         assert values[:, 0, 1, 0].tolist() == [-201, -101, -201]
-
-
-def test_memory_is_that_of_keys_and_values() -> None:
-    assert cache().nbytes == 2 * SLOTS * 2 * (WINDOW + POSITIONS) * 3 * 4
