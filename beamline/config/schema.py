@@ -105,6 +105,8 @@ class RolloutConfig(Section):
     """No stop token before so many others; must stay 0 in training."""
     slots: Positive = 512
     """Sequences that decode together; each holds a slot of the cache."""
+    threads: Positive | None = None
+    """CPU threads of the local sampler; unset = `runtime.threads`. Small models sample fastest with one."""
     deadline_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """Longest wait for the next finished response before the run fails."""
 

@@ -108,4 +108,6 @@ def sampler_of(config: RunConfig, module: nn.Module, version: int) -> Sampler:
 def local_sampler(config: RunConfig, shape: BeamShape, module: nn.Module, channel: LocalChannel) -> LocalSampler:
     """The embedded sampler for a run."""
     theta = cast(Any, module).config.rope_parameters["sliding_attention"]["rope_theta"]
-    return LocalSampler(shape, DTYPE, theta, config.rollout.slots, positions(config), config.seed, channel)
+    rollout = config.rollout
+    threads = rollout.threads or config.runtime.threads
+    return LocalSampler(shape, DTYPE, theta, rollout.slots, positions(config), config.seed, channel, threads)

@@ -2,7 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import numpy as np
@@ -33,6 +34,7 @@ class LocalSampler:
         positions: most tokens of a sequence, prompt and response.
         seed: seed of the run; with a request's key it fixes the random stream.
         channel: where weights come from.
+        threads: CPU threads while it works.
 
     Raises:
         ValueError: ``positions`` is more than the model's context.
@@ -47,11 +49,13 @@ class LocalSampler:
         positions: int,
         seed: int,
         channel: LocalChannel,
+        threads: int = 1,
     ) -> None:
         if positions > shape.max_position_embeddings:
             raise ValueError(f"{positions} positions exceed the model's context of {shape.max_position_embeddings}")
         self._shape, self._dtype, self._theta = shape, dtype, rope_theta
         self._capacity, self._positions, self._seed, self._channel = slots, positions, seed, channel
+        self._threads = threads
         self._decoder: BeamDecoder | None = None
         self._cache: SlotCache | None = None
         self._version: int | None = None
@@ -76,10 +80,11 @@ class LocalSampler:
     def poll(self, timeout: float) -> list[Completion]:
         """Decode until something finishes, nothing is left, or ``timeout`` seconds are over (at least one step)."""
         deadline = time.monotonic() + timeout
-        while not self._ready and (self._waiting or self._slots.requests):
-            self._step()
-            if time.monotonic() >= deadline:
-                break
+        with _threads(self._threads):
+            while not self._ready and (self._waiting or self._slots.requests):
+                self._step()
+                if time.monotonic() >= deadline:
+                    break
         ready, self._ready = self._ready, []
         self._in_flight -= {completion.key for completion in ready}
         return ready
@@ -191,6 +196,8 @@ class LocalSampler:
 
     def _draw(self, logits: Tensor, slots: Tensor) -> None:
         _, _, version = self._require_awake()
+        if not bool(torch.isfinite(logits).all()):
+            raise FloatingPointError(f"logits under version {version} of the weights are not finite")
         s = self._slots
         length = s.length[slots]
         early = length < s.stop_after[slots]
@@ -215,6 +222,16 @@ class LocalSampler:
             if last != slot:
                 assert self._cache is not None
                 self._cache.move(last, slot)
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _forbid(logits: Tensor, early: Tensor, stop_ids: Tensor) -> None:
