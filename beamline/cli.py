@@ -9,11 +9,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from beamline import __version__
 from beamline.errors import BeamlineError
 
 app = typer.Typer(
     name="beamline",
-    help="Reinforcement learning of mixture-of-experts language models, from a laptop to a cluster.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -27,6 +27,16 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Settings that replace the recipe's: learner.optimizer.lr=1e-5"),
 ]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Reinforcement learning of mixture-of-experts language models, from a laptop to a cluster."""
+    if version:
+        sys.stdout.write(f"beamline {__version__}\n")
+        raise typer.Exit
 
 
 @app.command()

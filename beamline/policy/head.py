@@ -30,7 +30,7 @@ def head_logprobs(
 
 
 class _Head(torch.autograd.Function):
-    """``d log p(y) / d z = (onehot(y) - softmax(l)) / T * (1 - tanh(z / cap)^2)`` with ``l = cap tanh(z / cap) / T``."""
+    """``d log p(y) / dz = (onehot(y) - softmax(l)) / T * (1 - tanh(z / cap)^2)`` with ``l = cap tanh(z / cap) / T``."""
 
     @staticmethod
     def forward(

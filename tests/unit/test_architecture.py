@@ -56,7 +56,7 @@ def imports(path: Path) -> Iterator[str]:
             continue
         for name in found:
             inner = name.removeprefix("beamline.")
-            if inner != name:
+            if inner not in (name, "__version__"):
                 yield inner if inner in MODULES else inner.rpartition(".")[0]
 
 
