@@ -1,6 +1,7 @@
 """The command line. Commands import what they need when they run: ``beamline --help`` answers without torch."""
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +22,8 @@ app = typer.Typer(
 )
 starter_app = typer.Typer(help="The small model that comes with the package.", no_args_is_help=True)
 app.add_typer(starter_app, name="starter")
+
+_SIGNALS = 128  # exit codes above say that a signal ended the run
 
 Recipe = Annotated[Path, typer.Argument(help="A recipe: a YAML file such as recipes/quickstart.yaml.")]
 Overrides = Annotated[
@@ -157,7 +160,11 @@ def main() -> None:
     except (BeamlineError, OSError) as error:
         console = Console(stderr=True, soft_wrap=True)
         console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False)
-        raise SystemExit(error.exit_code if isinstance(error, BeamlineError) else 1) from None
+        code = error.exit_code if isinstance(error, BeamlineError) else 1
+        if code > _SIGNALS:
+            again = [word for word in sys.argv if not word.startswith("checkpoint.resume=")]
+            console.print(f"go on:  {escape(shlex.join([*again, 'checkpoint.resume=latest']))}", highlight=False)
+        raise SystemExit(code) from None
 
 
 if __name__ == "__main__":

@@ -85,6 +85,11 @@ def evaluate_model(
     chat = BeamChat(model_folder(config))
     sets = _problem_sets(config, files, chat)
     with RunConsole(config.steps, config.steps) as console:
+        params, samples = evaluation_params(config, chat), config.evaluation.samples_per_problem
+        console.print(
+            f"{checkpoint or model_folder(config)}, step {step}: {samples} samples a problem of up to "
+            f"{params.max_tokens} tokens at temperature {params.temperature}"
+        )
         metrics = evaluate(config, sets, sampler_of(config, module, step), chat, step, console, out)
         for problems in sets.values():
             for excluded in problems.excluded:

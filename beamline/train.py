@@ -44,8 +44,9 @@ def train(config: RunConfig) -> dict[str, float]:
                 run.save()
         if run.step > run.saved_step:
             run.save()
-        interrupt.raise_if_received()
-        run.export()
+        if interrupt.received is None:
+            run.export()
+        run.report()
         interrupt.raise_if_received()
     return run.line
 

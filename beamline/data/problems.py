@@ -151,6 +151,8 @@ def _parse(line: bytes, default_id: str, source: str) -> Problem:
     if not isinstance(question, str) or not question.strip():
         raise _UnusableError(f"'question' must be text, not {question!r}")
     text = str(answer).strip() if isinstance(answer, str | int) and not isinstance(answer, bool) else ""
+    if "answer" not in row:
+        raise _UnusableError("'answer' is missing")
     if not is_integer(text):
         raise _UnusableError(f"'answer' must be an integer, not {answer!r}")
     if not isinstance(identity, str | int):

@@ -89,6 +89,7 @@ class RunConsole:
                 parts.append(f"{label} {line[key]:{form}}")
         accuracies = [key.removesuffix("_low") for key in line if key.startswith("eval/") and key.endswith("_low")]
         parts += [f"{key} {line[key]:.1%} [{line[key + '_low']:.1%}, {line[key + '_high']:.1%}]" for key in accuracies]
-        self.print("  ".join(parts))
+        if len(parts) > 2 or line["step"]:  # step 0 without an evaluation has nothing to tell
+            self.print("  ".join(parts))
         if line["step"]:
             self._progress.advance(self._run)

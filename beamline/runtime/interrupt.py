@@ -11,7 +11,7 @@ class Interrupted(BeamlineError):  # noqa: N818  (an event, not an error)
     """The run was asked to stop, has saved, and should exit with ``code``: 128 + the signal's number."""
 
     def __init__(self, code: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(code - 128).name}; go on with checkpoint.resume=latest")
+        super().__init__(f"stopped by {signal.Signals(code - 128).name}; saved, go on with checkpoint.resume=latest")
         self.exit_code = code
 
 

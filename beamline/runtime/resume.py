@@ -25,7 +25,17 @@ from beamline.report.rollouts import find_rollouts, step_of
 from beamline.runtime.determinism import cpu_family
 
 # Settings that a resumed run may change: they do not shape what any one step does. (Threads belong to the machine.)
-_FREE = ("name", "output", "steps", "checkpoint", "report", "evaluation.every", "rollout.deadline_seconds", "runtime")
+_FREE = (
+    "name",
+    "output",
+    "steps",
+    "checkpoint",
+    "report",
+    "evaluation.every",
+    "evaluation.before_training",
+    "rollout.deadline_seconds",
+    "runtime",
+)
 
 
 class ResumeError(BeamlineError, RuntimeError):

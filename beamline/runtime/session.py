@@ -112,6 +112,10 @@ class Run:
             with self.timings("report"):
                 write_report(self.config.output, self.config.report.samples)
 
+    def report(self) -> None:
+        """Write the report, and say where it is."""
+        self.console.print(f"report: {write_report(self.config.output, self.config.report.samples)}")
+
     def dump(self, step: int, groups: list[Group]) -> None:
         """Write what was sampled, when it is due."""
         if self.due(self.config.report.rollouts_every, step):
@@ -132,12 +136,10 @@ class Run:
         self.saved_step = self.step
 
     def export(self) -> None:
-        """Write the newest checkpoint as a Hugging Face folder, if the recipe asks for it; refresh the report."""
+        """Write the newest checkpoint as a Hugging Face folder, if the recipe asks for it."""
         newest = self.store.latest()
         if self.config.checkpoint.export and newest is not None:
             export(self.config, newest, self.config.output / "export" / newest.name)
-        page = write_report(self.config.output, self.config.report.samples)
-        self.console.print(f"report: {page}")
 
 
 def open_from(config: RunConfig, data: Data, path: Path) -> Checkpoint:
@@ -179,10 +181,11 @@ def open_run(config: RunConfig) -> Iterator[Run]:
         step = 0 if opened is None else opened.step
         with RunConsole(config.steps, step) as console:
             console.print(f"run {config.name} in {config.output}" + (f", resumed at step {step}" if opened else ""))
+            for kind, problems in (("training", data.train), *(("evaluation", s) for s in data.evaluation.values())):
+                left_out = len(problems.excluded)
+                console.print(f"{kind} data {problems.name}: {len(problems)} problems, {left_out} left out")
             if step >= config.steps:
                 console.print(f"nothing is left to do: {step} of {config.steps} steps are done")
-            for problems in (data.train, *data.evaluation.values()):
-                console.print(f"data {problems.name}: {len(problems)} problems, {len(problems.excluded)} left out")
             run = Run(
                 config=config,
                 engines=engines,

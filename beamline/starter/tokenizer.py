@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``."""
+    """Write ``tokenizer.json``, ``tokenizer_config.json``, ``chat_template.jinja`` and ``generation_config.json``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -44,3 +44,8 @@ def write_tokenizer(folder: Path) -> None:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    generation = {
+        "eos_token_id": [tokenizer.token_to_id(token) for token in ("<|return|>", "<|call|>")],
+        "pad_token_id": tokenizer.token_to_id(PAD),
+    }
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -71,7 +71,7 @@ def test_a_signal_finishes_the_step_and_saves_and_the_run_goes_on(reference: Pat
         process = Process(tmp_path / "log", *arguments)
         process.until(lambda before=before: last_step(run) > before)
         assert process.end(number) == 128 + number
-        assert f"stopped by {number.name}; go on with checkpoint.resume=latest" in process.output
+        assert f"stopped by {number.name}; saved, go on with checkpoint.resume=latest" in process.output
         assert "Traceback" not in process.output
         assert before < last_step(run) < STEPS
         assert verify(newest(run)).step == last_step(run)

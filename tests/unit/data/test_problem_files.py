@@ -53,7 +53,7 @@ BAD_ROWS: list[tuple[bytes | str | dict[str, Any], str]] = [
     ({"question": 3, "answer": 1}, "'question' must be text, not 3"),
     ({"question": " \n", "answer": 1}, "'question' must be text"),
     ({"question": "\ud800", "answer": 1}, "'question' is not valid Unicode"),
-    ({"question": "?"}, "'answer' must be an integer, not None"),
+    ({"question": "?"}, "'answer' is missing"),
     ({"question": "?", "answer": True}, "'answer' must be an integer, not True"),
     ({"question": "?", "answer": 1.0}, "'answer' must be an integer, not 1.0"),
     ({"question": "?", "answer": "1.0"}, "'answer' must be an integer, not '1.0'"),
