@@ -71,6 +71,8 @@ def evaluate_model(
     Raises:
         ModelError, DataError, ConfigError, CheckpointError: the model, data or settings cannot be used.
     """
+    if out is not None:
+        _check_free(out, files)
     checkpoint = find_checkpoint(Path(name))
     base = {} if checkpoint is None else saved_config(checkpoint)
     path = name if checkpoint is None else base["model"]["path"]
@@ -97,6 +99,13 @@ def evaluate_model(
         for key, value in metrics.items():
             console.print(f"{key:<50} {value:.4f}")
     return metrics
+
+
+def _check_free(out: Path, files: Sequence[Path]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    there = [out / f"{file.stem}.jsonl" for file in files if (out / f"{file.stem}.jsonl").exists()]
+    if there:
+        raise DataError(f"{there[0]} is there already; give --out an empty folder")
 
 
 def _problem_sets(config: RunConfig, files: Sequence[Path], chat: BeamChat) -> dict[str, ProblemSet]:

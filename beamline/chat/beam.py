@@ -55,7 +55,9 @@ class BeamChat:
         if not self._tokenizer.chat_template:
             raise ModelError(f"the tokenizer of {folder} has no chat template")
         self._id = {token: int(known[token]) for token in CONTROL}
-        self._text = frozenset(map(int, known.values())) - frozenset(self._id.values())
+        added = self._tokenizer.added_tokens_decoder
+        self.special_tokens = tuple(str(token) for token in added.values() if token.special)
+        self._text = frozenset(map(int, known.values())) - {int(i) for i, token in added.items() if token.special}
         self.stop_ids = (self._id[RETURN], self._id[CALL])
         self.vocab_size = len(self._tokenizer)
 
@@ -97,7 +99,7 @@ class BeamChat:
             if ids[0] != self._id[START]:
                 return None
             at = 1
-        # Ids that the tokenizer does not know (a model's vocabulary may be padded) are no text either.
+        # Neither special tokens are text, nor ids that the tokenizer does not know (a vocabulary may be padded).
         controls = [i for i, token in enumerate(ids) if token not in self._text and i >= at]
         if len(controls) < 3:
             return None

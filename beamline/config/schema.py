@@ -9,6 +9,10 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 
 
+Threads = Annotated[int, Field(ge=1, le=1024)]
+Reward = Annotated[float, Field(ge=-1e6, le=1e6)]
+
+
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, values are immutable, docstrings are the documentation."""
 
@@ -35,7 +39,7 @@ class ArithmeticSource(Section):
     """Problems generated on the fly: sums of several numbers, with an integer answer."""
 
     source: Literal["arithmetic"] = "arithmetic"
-    problems: Positive = 2048
+    problems: Annotated[int, Field(ge=1, le=10_000_000)] = 2048
     """How many distinct problems to generate."""
     levels: list[Annotated[int, Field(ge=1, le=5)]] = Field(default=[3], min_length=1)
     """Difficulties, drawn evenly: 1 = 2 one-digit terms, 2 = 2 x two digits, 3 = 3 x two, 4 = 4 x two,
@@ -51,7 +55,7 @@ class FileSource(Section):
 
 
 Source = Annotated[ArithmeticSource | FileSource, Field(discriminator="source")]
-SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=100)]
 
 
 class DataConfig(Section):
@@ -77,9 +81,9 @@ class RewardConfig(Section):
 
     grader: Literal["integer"] = "integer"
     """`integer`: the whole text of the final channel must be the expected integer."""
-    right: float = 1.0
+    right: Reward = 1.0
     """Reward of a correct answer."""
-    wrong: float = -1.0
+    wrong: Reward = -1.0
     """Reward of a wrong answer, or of none."""
     overlong: OverlongConfig = OverlongConfig()
 
@@ -93,7 +97,7 @@ class RolloutConfig(Section):
     """Longer prompts are left out before training, and counted."""
     max_response_tokens: Positive = 96
     """Longer responses are cut; their finish is `length`."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """Divides the logits, in the sampler and in the learner alike."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; must stay 1 in training."""
@@ -105,7 +109,7 @@ class RolloutConfig(Section):
     """No stop token before so many others; must stay 0 in training."""
     slots: Positive = 512
     """Sequences that decode together; each holds a slot of the cache."""
-    threads: Positive | None = None
+    threads: Threads | None = None
     """CPU threads of the local sampler; unset = `runtime.threads`. Small models sample fastest with one."""
     deadline_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """Longest wait for the next finished response before the run fails."""
@@ -141,9 +145,9 @@ class LearnerConfig(Section):
 class AlgorithmConfig(Section):
     """GRPO with DAPO's clip-higher and token-level loss."""
 
-    prompts_per_step: Positive = 32
+    prompts_per_step: Annotated[int, Field(ge=1, le=1_000_000)] = 32
     """Problems sampled in a step."""
-    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    samples_per_prompt: Annotated[int, Field(ge=2, le=100_000)] = 8
     """Responses to each problem; they form the group that rewards are compared in."""
     prompts_per_update: Positive = 32
     """Problems of one optimizer update (a mini-batch); must divide `prompts_per_step`."""
@@ -151,7 +155,7 @@ class AlgorithmConfig(Section):
     """Divide advantages by the group's standard deviation; false is Dr. GRPO."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """The ratio of probabilities is clipped below at `1 - clip_low`."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    clip_high: Annotated[float, Field(gt=0, le=1e3)] = 0.28
     """The ratio of probabilities is clipped above at `1 + clip_high`."""
     mask_truncated: bool = False
     """Learn nothing from responses that were cut at the limit."""
@@ -166,13 +170,13 @@ class EvaluationConfig(Section):
     """Steps between evaluations in training, the last step always; 0 = none (see also `before_training`)."""
     before_training: bool = True
     """Also evaluate the model as it was given."""
-    samples_per_problem: Positive = 8
+    samples_per_problem: Annotated[int, Field(ge=1, le=100_000)] = 8
     """k of avg@k and pass@k."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=1e3)] = 1.0
     """Sampling temperature; 0 = most likely token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling."""
-    top_k: NonNegative = 0
+    top_k: Annotated[int, Field(ge=0, le=2**31)] = 0
     """Keep the k most likely tokens; 0 = all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Drop tokens less likely than this share of the most likely one."""
@@ -216,7 +220,7 @@ class ReportConfig(Section):
 class RuntimeConfig(Section):
     """The process itself."""
 
-    threads: Positive = 2
+    threads: Threads = 2
     """CPU threads of torch. Another number gives other bytes, so it is stored and checked on resume."""
 
 
@@ -256,6 +260,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _pairs_agree(self) -> "RunConfig":
         algorithm, rollout = self.algorithm, self.rollout
+        if "train" in self.data.evaluation:
+            raise ValueError("data.evaluation.train: an evaluation set cannot be called `train`; choose another name")
         if algorithm.prompts_per_step % algorithm.prompts_per_update:
             raise ValueError(
                 f"algorithm.prompts_per_update={algorithm.prompts_per_update} does not divide "

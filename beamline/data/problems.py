@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from beamline.chat.beam import CONTROL, BeamChat
+from beamline.chat.beam import BeamChat
 from beamline.config.schema import ArithmeticSource, FileSource
 from beamline.errors import BeamlineError
 from beamline.records import Message, Problem
@@ -76,7 +76,7 @@ def usable(problems: ProblemSet, chat: BeamChat, limit: int) -> ProblemSet:
 
 
 def _unusable(problem: Problem, chat: BeamChat, limit: int) -> str | None:
-    control = next((token for token in CONTROL if token in problem.text), None)
+    control = next((token for token in chat.special_tokens if token in problem.text), None)
     if control is not None:
         return f"the text holds the control token {control}"
     tokens = len(chat.prompt_ids(problem.messages))

@@ -79,6 +79,12 @@ class BeamShape:
                 self.num_experts_per_tok <= available,
                 f"num_experts_per_tok={self.num_experts_per_tok} but {self.topk_group} groups hold {available} experts",
             ),
+            (self.head_dim % 2 == 0, f"head_dim={self.head_dim} is odd: it cannot be rotated in halves"),
+            (
+                self.hidden_size % 4 == 0 and self.moe_intermediate_size % 4 == 0,
+                f"hidden_size={self.hidden_size} and moe_intermediate_size={self.moe_intermediate_size} must be "
+                "multiples of 4 for grouped matrix products",
+            ),
             (
                 self.sliding_window <= self.max_position_embeddings,
                 f"sliding_window={self.sliding_window} is larger than the context, "
@@ -160,6 +166,8 @@ def _check_family(config: Mapping[str, Any]) -> None:
             f"rope_parameters={rope!r} is not supported: Beam has rope_type 'default' in sliding layers and null "
             "(no rotation) in full layers"
         )
+    if rope and not isinstance(sliding.get("rope_theta"), int | float):
+        raise ModelError(f"rope_parameters={rope!r} lacks rope_theta for sliding_attention")
 
 
 def tensors(shape: BeamShape, dtype: DType = "bfloat16") -> Iterator[TensorSpec]:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import BeamConfig, BeamForCausalLM
 
-from beamline.checkpoint import ShardReader
+from beamline.checkpoint import CheckpointError, ShardReader
 from beamline.model.beam import BeamShape, ModelError, tensors
 from beamline.model.layout import DType, TensorSlice
 from beamline.policy import attention
@@ -58,11 +58,15 @@ def restore(module: nn.Module, reader: ShardReader) -> None:
     """Fill a module with the weights of a checkpoint, whatever layout saved it.
 
     Raises:
-        CheckpointError: a tensor is missing, misshapen or of another type.
+        CheckpointError: a tensor is missing, misshapen, of another type or not finite.
     """
     for name, tensor in named_tensors(module).items():
         whole = TensorSlice.whole(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
         tensor.copy_(torch.from_numpy(reader.read("policy", whole)).view(tensor.dtype))
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(
+                f"{name} holds values that are not finite: the checkpoint is damaged, use another one"
+            )
 
 
 def save(module: nn.Module, folder: Path, dtype: DType) -> None:

@@ -43,7 +43,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         rules = {
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
-            "temperature": (self.temperature >= 0.0, "0 (greedy) or more"),
+            "temperature": (
+                self.temperature == 0.0 or 1e-3 <= self.temperature <= 1e3,
+                "0 (greedy) or in [0.001, 1000]",
+            ),
             "top_p": (0.0 < self.top_p <= 1.0, "in (0, 1]"),
             "top_k": (self.top_k >= 0, "0 (off) or more"),
             "min_p": (0.0 <= self.min_p < 1.0, "in [0, 1)"),

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import yaml
@@ -9,7 +10,7 @@ from plotly.offline import get_plotlyjs
 
 from beamline.checkpoint.files import write_atomic
 from beamline.report.figures import figures
-from beamline.report.metrics import read_metrics
+from beamline.report.metrics import DamagedFileError, read_metrics
 from beamline.report.rollouts import find_rollouts, read_rollouts
 from beamline.report.summary import Sample, cautions, choose_samples, headlines
 
@@ -52,8 +53,8 @@ def write_report(run: Path, samples: int) -> Path:
 def _render(run: Path, samples: int) -> str:
     metrics, config = run / "metrics.jsonl", run / "config.yaml"
     lines = read_metrics(metrics) if metrics.exists() else []
-    config_text = config.read_text(encoding="utf-8") if config.exists() else ""
-    settings = yaml.safe_load(config_text) or {}
+    config_text = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
+    settings = _settings(config, config_text)
     plots = figures(lines) if lines else []
     return _ENVIRONMENT.get_template("report.html.j2").render(
         name=settings.get("name", run.resolve().name),
@@ -67,6 +68,14 @@ def _render(run: Path, samples: int) -> str:
         config=config_text,
         plotly=get_plotlyjs(),
     )
+
+
+def _settings(path: Path, text: str) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(text) or {}
+        return {**settings, "model": {**(settings.get("model") or {})}}
+    except (yaml.YAMLError, AttributeError, TypeError) as error:
+        raise DamagedFileError(f"{path} is not a run's configuration: {error}") from error
 
 
 def _dumps(run: Path, samples: int) -> list[_Dump]:

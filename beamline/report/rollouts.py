@@ -1,10 +1,12 @@
 """Dumps of what was sampled: ``<run>/rollouts/step_000012.jsonl.zst``, one JSON object a sample."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import TypedDict
 
+import msgspec
 import zstandard
 
 from beamline.checkpoint.files import write_atomic
@@ -44,7 +46,8 @@ def rollouts_path(run: Path, step: int) -> Path:
 
 def find_rollouts(run: Path) -> list[Path]:
     """The dumps of a run, by step."""
-    return sorted((run / "rollouts").glob("step_*.jsonl.zst"), key=step_of)
+    dumps = (run / "rollouts").glob("step_*.jsonl.zst")
+    return sorted((path for path in dumps if re.fullmatch(r"step_\d+\.jsonl\.zst", path.name)), key=step_of)
 
 
 def step_of(dump: Path) -> int:
@@ -76,7 +79,10 @@ def read_rollouts(path: Path) -> list[RolloutRow]:
         raise DamagedFileError(f"{path} is damaged: {error}") from error
     if not decompressor.eof:
         raise DamagedFileError(f"{path} is damaged: it ends before its last row")
-    return [cast(RolloutRow, json.loads(line)) for line in data.splitlines()]
+    try:
+        return [msgspec.convert(json.loads(line), RolloutRow) for line in data.splitlines()]
+    except (ValueError, msgspec.ValidationError) as error:
+        raise DamagedFileError(f"{path} holds a row that is not one of ours: {error}") from error
 
 
 def _compressed(rows: Iterable[RolloutRow]) -> Iterator[bytes]:

@@ -27,6 +27,12 @@ _SHOWN = (
 )
 
 
+def _interval(line: Mapping[str, float], key: str) -> str:
+    if f"{key}_low" not in line:  # of one problem
+        return ""
+    return f" [{line[key + '_low']:.1%}, {line[key + '_high']:.1%}]"
+
+
 class PhaseBar:
     """A bar over the items of a phase that shows tokens a second."""
 
@@ -87,8 +93,8 @@ class RunConsole:
         for key, label, form in _SHOWN:
             if key in line:
                 parts.append(f"{label} {line[key]:{form}}")
-        accuracies = [key.removesuffix("_low") for key in line if key.startswith("eval/") and key.endswith("_low")]
-        parts += [f"{key} {line[key]:.1%} [{line[key + '_low']:.1%}, {line[key + '_high']:.1%}]" for key in accuracies]
+        accuracies = [key for key in line if "/avg@" in key and not key.endswith(("_low", "_high"))]
+        parts += [f"{key} {line[key]:.1%}{_interval(line, key)}" for key in accuracies]
         if len(parts) > 2 or line["step"]:  # step 0 without an evaluation has nothing to tell
             self.print("  ".join(parts))
         if line["step"]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from beamline.checkpoint import CheckpointStore, open_checkpoint, remove_tree, rename_folder
+from beamline.checkpoint import CheckpointStore, open_checkpoint, remove_tree, rename_folder, verify
 from beamline.config import load_config
 from beamline.config.compose import escaped
 from beamline.config.schema import RunConfig
@@ -30,17 +30,22 @@ def export(config: RunConfig, checkpoint: Path, folder: Path) -> None:
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
+    reader = verify(checkpoint).reader
     module = load_module(config)
-    model.restore(module, open_checkpoint(checkpoint).reader)
+    model.restore(module, reader)
     staging = folder.with_name(f".{folder.name}.staging")
     if staging.exists():
         remove_tree(staging)
     staging.mkdir(parents=True)
-    model.save(module, staging, DTYPE)
-    for name in _COPIED:
-        source = model_folder(config) / name
-        if source.exists():
-            shutil.copyfile(source, staging / name)
+    try:
+        model.save(module, staging, DTYPE)
+        for name in _COPIED:
+            source = model_folder(config) / name
+            if source.exists():
+                shutil.copyfile(source, staging / name)
+    except OSError:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
     old = folder.with_name(f".{folder.name}.old")
     if folder.exists():
         rename_folder(folder, old)

@@ -6,21 +6,22 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import tokenizers
 import torch
 import transformers
 
 import beamline
-from beamline.checkpoint import Checkpoint, CheckpointStore, write_atomic
+from beamline.checkpoint import Checkpoint, CheckpointError, CheckpointStore, write_atomic
 from beamline.config import ConfigError, differences, load_config
 from beamline.config.compose import escaped
 from beamline.config.schema import RunConfig
 from beamline.data import ProblemSet
 from beamline.errors import BeamlineError
-from beamline.report import truncate_after
+from beamline.report import read_metrics, truncate_after
 from beamline.report.rollouts import find_rollouts, step_of
 from beamline.runtime.determinism import cpu_family
 
@@ -38,8 +39,30 @@ _FREE = (
 )
 
 
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint says of its run, beside tensors."""
+
+    updates: Annotated[int, msgspec.Meta(ge=0)]
+    skipped_updates: Annotated[int, msgspec.Meta(ge=0)]
+    environment: dict[str, str | int]
+    problems: dict[str, str]
+    config: dict[str, Any]
+
+
 class ResumeError(BeamlineError, RuntimeError):
     """A run that cannot be gone on with as asked."""
+
+
+def run_state(checkpoint: Checkpoint) -> RunState:
+    """The state of the run in a checkpoint.
+
+    Raises:
+        CheckpointError: it is not what this version writes.
+    """
+    try:
+        return msgspec.convert(checkpoint.run_state, RunState)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{checkpoint.path / 'run_state.json'} is not a run's state: {error}") from error
 
 
 @contextmanager
@@ -98,7 +121,7 @@ def resume_from(config: RunConfig, store: CheckpointStore) -> Path | None:
             raise ResumeError(
                 f"checkpoint.resume={resume}: there is no such folder; use 'latest', 'none' or a checkpoint"
             )
-        _check_newest(path, store)
+        _check_newest(path, config, store)
         return path
     traces = [path for path in (config.output / "metrics.jsonl", store.latest()) if path is not None and path.exists()]
     if traces:
@@ -115,20 +138,26 @@ def _check_nothing_saved(config: RunConfig) -> None:
     if not recipe.exists():
         return
     before = load_config(recipe).checkpoint.dir or config.output / "checkpoints"
-    if CheckpointStore(before, keep=0).latest() is not None:
+    metrics = config.output / "metrics.jsonl"
+    lines = read_metrics(metrics) if metrics.exists() else []
+    saved = any("timing/checkpoint" in line for line in lines)
+    if saved or CheckpointStore(before, keep=0).latest() is not None:
         raise ResumeError(
-            f"the run in {config.output} has checkpoints in {before}, and {config.checkpoint_dir} has none; "
+            f"the run in {config.output} has saved checkpoints in {before}, and {config.checkpoint_dir} has none; "
             f"go on with it (checkpoint.dir={before}), or choose another folder (output=...)"
         )
 
 
-def _check_newest(path: Path, store: CheckpointStore) -> None:
-    """Going back within a run would leave later checkpoints that its metrics no longer tell of."""
+def _check_newest(path: Path, config: RunConfig, store: CheckpointStore) -> None:
+    """Going back within a run, or over to another one, would leave steps that its metrics do not tell of."""
     latest = store.latest()
-    if latest is not None and path.resolve().parent == store.directory.resolve() and path.resolve() != latest.resolve():
+    if latest is not None and path.resolve() == latest.resolve():
+        return
+    traces = [trace for trace in (latest, config.output / "metrics.jsonl") if trace is not None and trace.exists()]
+    if traces:
         raise ResumeError(
-            f"{path} is not the newest checkpoint of this run, {latest} is; branch off in another folder "
-            "(output=...), or remove the later checkpoints first"
+            f"{path} is not the newest checkpoint of the run in {config.output}, of which {traces[0]} tells; "
+            "branch off in another folder (output=...), or remove what is later first"
         )
 
 
@@ -138,13 +167,14 @@ def go_back(output: Path, checkpoint: Checkpoint) -> None:
     Raises:
         ResumeError: the metrics have no line of the checkpoint's step.
     """
-    metrics, source = output / "metrics.jsonl", checkpoint.path.resolve().parents[1] / "metrics.jsonl"
-    if not metrics.exists() and source.exists():
+    metrics = output / "metrics.jsonl"
+    runs = (Path(str(checkpoint.run_state["config"].get("output", ""))), checkpoint.path.resolve().parents[1])
+    source = next((run / metrics.name for run in runs if (run / metrics.name).exists()), None)
+    if not metrics.exists() and source is not None:
         write_atomic(metrics, [source.read_bytes()])
     try:
-        if metrics.exists():
-            truncate_after(metrics, checkpoint.step)
-    except ValueError as error:
+        truncate_after(metrics, checkpoint.step)
+    except (FileNotFoundError, ValueError) as error:
         raise ResumeError(
             f"{checkpoint.path} cannot be gone on from in {output}: {error}; choose another folder (output=...)"
         ) from error
@@ -160,14 +190,14 @@ def clear_unsaved(output: Path) -> None:
         dump.unlink()
 
 
-def check_same(config: RunConfig, problems: Mapping[str, str], saved: Mapping[str, Any]) -> None:
+def check_same(config: RunConfig, problems: Mapping[str, str], saved: RunState) -> None:
     """Hold machine, configuration and problems (their fingerprints) against those of a checkpoint.
 
     Raises:
         ResumeError: something differs that shapes the result, and the recipe does not allow it.
     """
     now = environment(config)
-    then = saved.get("environment", {})
+    then = saved.environment
     other = [f"{k}: {then.get(k)} -> {v}" for k, v in now.items() if then.get(k) != v]
     if other and not config.checkpoint.allow_other_machine:
         raise ResumeError(
@@ -178,7 +208,7 @@ def check_same(config: RunConfig, problems: Mapping[str, str], saved: Mapping[st
     if config.checkpoint.allow_other_config:
         return
     try:
-        before = load_config(None, base=escaped(saved.get("config", {})))
+        before = load_config(None, base=escaped(saved.config))
     except ConfigError as error:
         raise ResumeError(
             f"the checkpoint's configuration is of another version of beamline ({error}); "
@@ -189,8 +219,9 @@ def check_same(config: RunConfig, problems: Mapping[str, str], saved: Mapping[st
         for key, old, new in differences(before, config)
         if not any(key == free or key.startswith(free + ".") for free in _FREE)
     ]
-    known = saved.get("problems", {})
-    changed += [f"the problems of data set {name!r}" for name in problems if known.get(name, "") != problems[name]]
+    changed += [
+        f"the problems of data set {name!r}" for name in problems if saved.problems.get(name, "") != problems[name]
+    ]
     if changed:
         raise ResumeError(
             "the checkpoint was made under other settings (" + "; ".join(changed) + "); "

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from beamline.runtime.resume import (
     fingerprints,
     go_back,
     resume_from,
+    run_state,
 )
 from beamline.runtime.timing import Timings, peak_memory
 
@@ -150,7 +151,7 @@ def open_from(config: RunConfig, data: Data, path: Path) -> Checkpoint:
         ResumeError: something differs that shapes the result.
     """
     checkpoint = verify(path) if config.checkpoint.verify else open_checkpoint(path)
-    check_same(config, data.fingerprints(), checkpoint.run_state)
+    check_same(config, data.fingerprints(), run_state(checkpoint))
     return checkpoint
 
 
@@ -169,7 +170,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     engines = build(config)
     if opened is not None:
         engines.learner.load(opened.reader)
-    with alone_in(config.output):
+    with alone_in(config.output), alone_in(config.checkpoint.dir) if config.checkpoint.dir else nullcontext():
         if resume_from(config, store) != checkpoint:
             raise ResumeError(f"another process has worked in {config.output} in the meantime; start again")
         if opened is None:
@@ -198,8 +199,8 @@ def open_run(config: RunConfig) -> Iterator[Run]:
                 fresh=opened is None,
                 step=step,
                 saved_step=-1 if opened is None else step,
-                updates=0 if opened is None else int(opened.run_state["updates"]),
-                skipped_updates=0 if opened is None else int(opened.run_state["skipped_updates"]),
+                updates=0 if opened is None else run_state(opened).updates,
+                skipped_updates=0 if opened is None else run_state(opened).skipped_updates,
             )
             yield run
 

@@ -1,6 +1,7 @@
 """What every sampler does around drawing: abort and go on, new weights, sleep and wake, refuse what it cannot do."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,17 @@ def test_aborting_some_leaves_the_others_alone(sampler_factory: SamplerFactory) 
     done = collect(sampler, 4)
     kept = [1, 2, 4, 5]
     assert_same([whole[i] for i in kept], [done[asked[i].key] for i in kept])
+
+
+def test_aborting_works_with_several_stop_tokens(sampler_factory: SamplerFactory) -> None:
+    asked = [replace(r, params=replace(r.params, stop_ids=(VOCAB - 1, VOCAB - 2))) for r in requests()[:4]]
+    sampler = sampler_factory(MODULE, slots=8).sampler
+    sampler.submit(asked)
+    early = {c.key for c in sampler.poll(0.0)}
+    going = [r.key for r in asked if r.key not in early]
+    (partial,) = sampler.abort(going[:1])
+    assert partial.finish == "abort"
+    assert set(collect(sampler, len(going) - 1)) == set(going[1:])
 
 
 def test_a_waiting_request_is_aborted_with_nothing(sampler_factory: SamplerFactory) -> None:

@@ -56,7 +56,7 @@ MISTAKES = {
     "learner.optimizer.learning_rate=1e-5": ["learning_rate=1e-05", "unknown key", "did you mean learner.optimizer.lr"],
     "step=5": ["step=5", "unknown key; did you mean steps"],
     "steps=many": ['steps="many"', "expected integer >= 1"],
-    "rollout.temperature=0": ["rollout.temperature=0", "expected number > 0"],
+    "rollout.temperature=0": ["rollout.temperature=0", "expected number >= 0.001 and <= 1000.0"],
     "rollout.top_p=0.9": ["rollout.top_p=0.9 cannot be trained on", "use rollout.top_p=1.0"],
     "algorithm.prompts_per_update=3": ["prompts_per_update=3 does not divide algorithm.prompts_per_step=4"],
     "steps": ["override 'steps'", "dotted.key=value"],
@@ -77,7 +77,7 @@ def test_every_mistake_of_a_recipe_is_told_with_its_line(tmp_path: Path) -> None
     ended = python(HEAVY.format(commands=[["train", str(recipe)]]))
     assert ended.stdout == "exit 2\n"
     assert f"{recipe}:2: stepz=3: unknown key; did you mean steps" in ended.stderr
-    assert f'{recipe}:4: rollout.temperature="warm": expected number > 0' in ended.stderr
+    assert f'{recipe}:4: rollout.temperature="warm": expected number >= 0.001 and <= 1000.0' in ended.stderr
 
 
 def test_config_prints_a_complete_recipe_with_the_meaning_of_every_key(tmp_path: Path) -> None:
@@ -349,3 +349,25 @@ def test_an_export_that_cannot_be_written_names_its_path(reference: Path, tmp_pa
     assert ended.err.startswith(f"OSError: cannot write {tmp_path / '.model.staging' / 'model.safetensors'}: ")
     assert "File too large" in ended.err
     assert not (tmp_path / "model").exists()
+
+
+def test_evaluation_does_not_write_over_its_problems(tmp_path: Path, cli: Cli) -> None:
+    problems = tmp_path / "one.jsonl"
+    problems.write_text('{"question": "11+22+33", "answer": 66}\n')
+    before = problems.read_bytes()
+    ended = cli("eval", "starter", problems, "--out", tmp_path)
+    assert ended.code == 1
+    assert f"{problems} is there already" in ended.err
+    assert problems.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("config.yaml", "a: ["), ("config.yaml", "[1]"), ("rollouts/step_000006.jsonl.zst", "?")]
+)
+def test_the_report_of_a_damaged_run_is_an_error_that_names_the_file(
+    finished: Path, cli: Cli, name: str, content: str
+) -> None:
+    (finished / name).write_text(content)
+    ended = cli("report", finished)
+    assert ended.code == 1
+    assert f"DamagedFileError: {finished / name}" in ended.err

@@ -288,6 +288,39 @@ def test_a_run_whose_checkpoints_lie_elsewhere_is_not_begun_anew(finished: Path,
     assert results(finished) == before
 
 
+def test_a_checkpoint_of_another_run_is_refused_in_a_folder_that_holds_one(
+    reference: Path, finished: Path, cli: Cli
+) -> None:
+    before = results(finished)
+    foreign = reference / "checkpoints" / "global_step_4"
+    ended = cli("train", TINY, f"output={finished}", f"checkpoint.resume={foreign}")
+    assert ended.code == 1
+    assert "branch off in another folder" in ended.err
+    assert results(finished) == before
+
+
+def test_a_run_whose_checkpoints_were_moved_away_is_not_begun_anew(finished: Path, cli: Cli) -> None:
+    (finished / "checkpoints").rename(finished / "elsewhere")
+    metrics = (finished / "metrics.jsonl").read_bytes()
+    ended = cli("train", TINY, f"output={finished}", "checkpoint.resume=latest")
+    assert ended.code == 1
+    assert "has saved checkpoints in" in ended.err
+    assert (finished / "metrics.jsonl").read_bytes() == metrics
+
+
+@pytest.mark.parametrize("state", ['{"updates": "x"}', '{"config": [1]}', "[1]"])
+def test_a_damaged_run_state_is_an_error_that_names_it(finished: Path, cli: Cli, state: str) -> None:
+    path, manifest = newest(finished) / "run_state.json", newest(finished) / "manifest.json"
+    size = path.stat().st_size
+    path.write_text(state.ljust(size))
+    metrics = (finished / "metrics.jsonl").read_bytes()
+    ended = cli("train", TINY, f"output={finished}", "checkpoint.resume=latest", f"steps={STEPS + 1}")
+    assert ended.code == 1
+    assert "run_state.json" in ended.err
+    assert manifest.exists()
+    assert (finished / "metrics.jsonl").read_bytes() == metrics
+
+
 def test_two_processes_do_not_work_in_one_folder(finished: Path, cli: Cli) -> None:
     with alone_in(finished):
         ended = cli("train", TINY, f"output={finished}", "checkpoint.resume=latest")

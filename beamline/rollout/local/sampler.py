@@ -89,6 +89,7 @@ class LocalSampler:
         self._in_flight -= {completion.key for completion in ready}
         return ready
 
+    @torch.inference_mode()
     def abort(self, keys: Collection[Key]) -> list[Completion]:
         """Stop requests and return what they have so far."""
         wanted = set(keys)
@@ -109,6 +110,7 @@ class LocalSampler:
         specs = tensors(self._shape, self._dtype)
         return Layout((tuple(TensorSlice.whole(spec.name, spec.dtype, spec.shape) for spec in specs),))
 
+    @torch.inference_mode()
     def receive(self, plan: TransferPlan, version: int, unfinished: Literal["keep", "abort"]) -> None:
         """Copy new weights in place."""
         if self._decoder is None:
