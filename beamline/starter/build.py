@@ -171,9 +171,8 @@ def _loss(module: nn.Module, temperature: float, *examples: tuple[list[int], int
     trained = torch.cat([torch.arange(n) >= prompt - 1 for n, (_, prompt) in zip(rows, examples, strict=True)])
     hidden = model.hidden_states(module, inputs, positions, attention.Packing.of(borders))[trained]
     cap, weight = cast(Any, module).config.final_logit_softcapping, cast(Any, module).lm_head.weight
-    temperatures = torch.full((len(hidden),), temperature)
-    logprobs, _ = head.head_logprobs(hidden, weight, targets[trained], temperatures, cap, len(hidden))
-    return -logprobs.mean()
+    logits = head.soft_cap(hidden @ weight.T, cap) / torch.full((len(hidden), 1), temperature)
+    return -torch.log_softmax(logits, dim=-1).gather(1, targets[trained][:, None]).squeeze(1).mean()
 
 
 class _BalancedExperts:
