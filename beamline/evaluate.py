@@ -10,7 +10,7 @@ from beamline.checkpoint import open_checkpoint, write_atomic
 from beamline.config import load_config
 from beamline.config.compose import escaped
 from beamline.config.schema import FileSource, RunConfig
-from beamline.data import DataError, ProblemSet, load, usable
+from beamline.data import DataError, ProblemSet
 from beamline.policy import model
 from beamline.records import SamplingParams
 from beamline.rollout.collect import Job, graded, sample
@@ -18,8 +18,9 @@ from beamline.rollout.rows import rows
 from beamline.rollout.sampler import Sampler
 from beamline.runtime.console import RunConsole
 from beamline.runtime.determinism import make_deterministic
-from beamline.runtime.engines import load_module, model_folder, sampler_of
+from beamline.runtime.engines import load_chat, load_module, model_folder, sampler_of
 from beamline.runtime.export import find_checkpoint, saved_config
+from beamline.runtime.session import evaluation_sets
 
 
 def evaluate(
@@ -84,7 +85,7 @@ def evaluate_model(
         opened = open_checkpoint(checkpoint)
         model.restore(module, opened.reader)
         step = opened.step
-    chat = BeamChat(model_folder(config))
+    chat = load_chat(config)
     sets = _problem_sets(config, files, chat)
     with RunConsole(config.steps, config.steps) as console:
         params, samples = evaluation_params(config, chat), config.evaluation.samples_per_problem
@@ -115,5 +116,4 @@ def _problem_sets(config: RunConfig, files: Sequence[Path], chat: BeamChat) -> d
     sources = {name: FileSource(path=file) for name, file in named.items()} or config.data.evaluation
     if not sources:
         raise DataError("there is nothing to evaluate on: give a problem file, or set data.evaluation")
-    limit = config.rollout.max_prompt_tokens
-    return {name: usable(load(name, source, config.seed, "eval"), chat, limit) for name, source in sources.items()}
+    return evaluation_sets(config, sources, chat)

@@ -74,7 +74,7 @@ def sample(
                 "raise rollout.deadline_seconds if the model needs longer"
             )
     return [
-        Group(problem, tuple(_rollout(request, done[request.key]) for request in group))
+        Group(problem, tuple(to_rollout(request, done[request.key]) for request in group))
         for problem, group in zip(job.problems, asked, strict=True)
     ]
 
@@ -91,7 +91,8 @@ def _graded(rollout: Rollout, problem: Problem, chat: BeamChat, limit: int, conf
     return replace(rollout, grade=grade(channels, problem.answer, rollout.response_tokens, limit, config))
 
 
-def _rollout(request: Request, completion: Completion) -> Rollout:
+def to_rollout(request: Request, completion: Completion) -> Rollout:
+    """The sequence that a completion makes of its request: prompt and response, not graded yet."""
     prompt, new = len(request.prefix_ids), len(completion.token_ids)
     return Rollout(
         key=request.key,

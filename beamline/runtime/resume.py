@@ -168,7 +168,7 @@ def go_back(output: Path, checkpoint: Checkpoint) -> None:
         ResumeError: the metrics have no line of the checkpoint's step.
     """
     metrics = output / "metrics.jsonl"
-    runs = (Path(str(checkpoint.run_state["config"].get("output", ""))), checkpoint.path.resolve().parents[1])
+    runs = (Path(str(run_state(checkpoint).config.get("output", ""))), checkpoint.path.resolve().parents[1])
     source = next((run / metrics.name for run in runs if (run / metrics.name).exists()), None)
     if not metrics.exists() and source is not None:
         write_atomic(metrics, [source.read_bytes()])

@@ -10,7 +10,7 @@ from pathlib import Path
 from beamline.chat import BeamChat
 from beamline.checkpoint import Checkpoint, CheckpointStore, open_checkpoint, verify, write_atomic
 from beamline.config import to_yaml
-from beamline.config.schema import RunConfig
+from beamline.config.schema import RunConfig, Source
 from beamline.data import ProblemSet, check_disjoint, load, usable
 from beamline.records import Group
 from beamline.report import MetricsWriter, rollouts_path, write_report, write_rollouts
@@ -44,18 +44,24 @@ class Data:
         return fingerprints([self.train, *self.evaluation.values()])
 
 
+def evaluation_sets(config: RunConfig, sources: Mapping[str, Source], chat: BeamChat) -> dict[str, ProblemSet]:
+    """The evaluation problems of each source, without those whose prompt cannot be used.
+
+    Raises:
+        DataError: a set cannot be used.
+    """
+    limit = config.rollout.max_prompt_tokens
+    return {name: usable(load(name, source, config.seed, "eval"), chat, limit) for name, source in sources.items()}
+
+
 def load_data(config: RunConfig, chat: BeamChat) -> Data:
     """Make or read every problem set, leave out prompts over the limit, and hold the sets against each other.
 
     Raises:
         DataError: a set cannot be used, or an evaluation problem is also trained on.
     """
-    limit = config.rollout.max_prompt_tokens
-    train = usable(load("train", config.data.train, config.seed, "train"), chat, limit)
-    evaluation = {
-        name: usable(load(name, source, config.seed, "eval"), chat, limit)
-        for name, source in config.data.evaluation.items()
-    }
+    train = usable(load("train", config.data.train, config.seed, "train"), chat, config.rollout.max_prompt_tokens)
+    evaluation = evaluation_sets(config, config.data.evaluation, chat)
     for problems in evaluation.values():
         check_disjoint(train, problems)
     return Data(train, evaluation)
@@ -109,7 +115,7 @@ class Run:
         self.metrics.append(self.line)
         self.step = step
         self.console.step_line(self.line)
-        if self.due(self.config.report.every):
+        if self.due(self.config.report.every) and step < self.config.steps:  # the last one comes with the end
             with self.timings("report"):
                 write_report(self.config.output, self.config.report.samples)
 
@@ -180,6 +186,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
         write_atomic(config.output / "config.yaml", [to_yaml(config).encode()])
         write_data_report(config.output, data)
         step = 0 if opened is None else opened.step
+        state = None if opened is None else run_state(opened)
         with RunConsole(config.steps, step) as console:
             console.print(f"run {config.name} in {config.output}" + (f", resumed at step {step}" if opened else ""))
             for kind, problems in (("training", data.train), *(("evaluation", s) for s in data.evaluation.values())):
@@ -199,8 +206,8 @@ def open_run(config: RunConfig) -> Iterator[Run]:
                 fresh=opened is None,
                 step=step,
                 saved_step=-1 if opened is None else step,
-                updates=0 if opened is None else run_state(opened).updates,
-                skipped_updates=0 if opened is None else run_state(opened).skipped_updates,
+                updates=0 if state is None else state.updates,
+                skipped_updates=0 if state is None else state.skipped_updates,
             )
             yield run
 

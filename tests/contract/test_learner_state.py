@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from beamline.checkpoint import CheckpointError, ShardReader, ShardWriter
-from beamline.records import Completion, Experience, Request, Rollout, Turn
+from beamline.records import Completion, Experience, Request
+from beamline.rollout.collect import to_rollout
 from tests.contract.engines import LearnerFactory, PairFactory
 from tests.contract.learning import batch, snapshot, update
 from tests.contract.sampling import assert_same, requests, run
@@ -72,19 +73,7 @@ def test_sleep_changes_nothing(learner_factory: LearnerFactory) -> None:
 
 
 def trained_on(asked: Request, completion: Completion) -> Experience:
-    P, T = len(asked.prefix_ids), len(completion.token_ids)
-    rollout = Rollout(
-        key=asked.key,
-        token_ids=np.concatenate([asked.prefix_ids, completion.token_ids]),
-        policy_mask=np.arange(P + T) >= P,
-        logprobs=np.concatenate([np.zeros(P, np.float32), completion.logprobs]),
-        versions=np.concatenate([np.full(P, -1, np.int32), completion.versions]),
-        routes=completion.routes,
-        turns=(Turn("prompt", 0, P), Turn("policy", P, P + T)),
-        finish=completion.finish,
-        temperature=asked.params.temperature,
-    )
-    return Experience(rollout, advantage=1.0 if P % 2 else -1.0)
+    return Experience(to_rollout(asked, completion), advantage=1.0 if len(asked.prefix_ids) % 2 else -1.0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
