@@ -29,6 +29,9 @@ class ModelConfig(Section):
 class PolicyConfig(Section):
     """How the trained model is held in memory."""
 
+    parity: bool = True
+    """Evaluate the model with the kernels of the local sampler: log-probabilities of the same weights then have the
+    same bits in both engines, and the learner is faster. False = the operations of the Hugging Face module."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     head_chunk_rows: Positive = 2048
@@ -92,7 +95,8 @@ class RolloutConfig(Section):
     """How the policy samples in training."""
 
     engine: Literal["local"] = "local"
-    """`local`: the embedded sampler, in this process, on torch."""
+    """`local`: the embedded sampler, in this process, on compiled kernels. What it draws for a request has the same
+    bits whatever else is in the batch."""
     max_prompt_tokens: Positive = 64
     """Longer prompts are left out before training, and counted."""
     max_response_tokens: Positive = 96
@@ -109,8 +113,6 @@ class RolloutConfig(Section):
     """No stop token before so many others; must stay 0 in training."""
     slots: Positive = 512
     """Sequences that decode together; each holds a slot of the cache."""
-    threads: Threads | None = None
-    """CPU threads of the local sampler; unset = `runtime.threads`. Small models sample fastest with one."""
     deadline_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """Longest wait for the next finished response before the run fails."""
 
@@ -221,7 +223,8 @@ class RuntimeConfig(Section):
     """The process itself."""
 
     threads: Threads = 2
-    """CPU threads of torch. Another number gives other bytes, so it is stored and checked on resume."""
+    """CPU threads of sampler and learner. Another number gives other gradients in the last bits, so it is stored and
+    checked on resume."""
 
 
 class RunConfig(Section):

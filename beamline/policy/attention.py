@@ -34,6 +34,7 @@ class _Bucket:
 class Packing:
     """Where the sequences of a packed batch lie; made once a batch, used by every layer."""
 
+    borders: tuple[int, ...]  # [B + 1] of the sequences in the packed rows
     buckets: tuple[_Bucket, ...]
     inverse: Tensor  # [N] place of each packed row in the buckets' concatenated results
 
@@ -53,7 +54,7 @@ class Packing:
         order = torch.cat([bucket.rows for bucket in made])
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order))
-        return cls(made, inverse)
+        return cls(tuple(cu_seqlens), made, inverse)
 
 
 def _bucket(spans: Sequence[tuple[int, int]]) -> _Bucket:

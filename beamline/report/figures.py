@@ -116,9 +116,14 @@ def _mismatch(lines: Lines) -> Figure:
     keys = {"max": "mismatch/logprob_abs_diff_max", "mean": "mismatch/logprob_abs_diff_mean"}
     traces = _line(lines, keys["max"], "max", _COLORS[2], ".2e", width=1)
     traces += _line(lines, keys["mean"], "mean", _COLORS[0], ".2e")
-    positive = all(line[key] > 0 for line in lines for key in keys.values() if key in line)
-    layout = _layout("|Δ log p|", ".0e", **({"type": "log", "dtick": 1} if positive else {"rangemode": "tozero"}))
+    values = [line[key] for line in lines for key in keys.values() if key in line]
     note = "How far the sampler's and the learner's log-probabilities of the same token lie apart."
+    if any(values):
+        axis: dict[str, Any] = {"type": "log", "dtick": 1} if all(values) else {"rangemode": "tozero"}
+    else:
+        axis = {"range": [-5e-8, 1e-6]}
+        note += " They have the same bits: the difference is exactly 0."
+    layout = _layout("|Δ log p|", ".0e", **axis)
     return Figure("mismatch", "Sampler against learner", note, traces, layout)
 
 

@@ -14,6 +14,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from beamline.kernels.compiled import first_use
+
 _SHOWN = (
     ("train/reward_mean", "reward", "+.3f"),
     ("train/accuracy", "right", ".1%"),
@@ -68,6 +70,8 @@ class RunConsole:
         self._run = self._progress.add_task("run", total=steps - done, rate="steps")
 
     def __enter__(self) -> "RunConsole":
+        if first_use():
+            self.print("first use: the kernels are compiled as they are needed, which adds about a minute, once")
         self._progress.start()
         return self
 
@@ -92,7 +96,7 @@ class RunConsole:
         parts = [f"step {line['step']:>{len(str(self._steps))}}/{self._steps}"]
         for key, label, form in _SHOWN:
             if key in line:
-                parts.append(f"{label} {line[key]:{form}}")
+                parts.append(f"{label} {line[key]:{form}}" if line[key] else f"{label} 0")
         accuracies = [key for key in line if "/avg@" in key and not key.endswith(("_low", "_high"))]
         parts += [f"{key} {line[key]:.1%}{_interval(line, key)}" for key in accuracies]
         if len(parts) > 2 or line["step"]:  # step 0 without an evaluation has nothing to tell

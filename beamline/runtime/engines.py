@@ -109,5 +109,5 @@ def local_sampler(config: RunConfig, shape: BeamShape, module: nn.Module, channe
     """The embedded sampler for a run."""
     theta = cast(Any, module).config.rope_parameters["sliding_attention"]["rope_theta"]
     rollout = config.rollout
-    threads = rollout.threads or config.runtime.threads
+    threads = config.runtime.threads
     return LocalSampler(shape, DTYPE, theta, rollout.slots, positions(config), config.seed, channel, threads)

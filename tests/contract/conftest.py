@@ -4,12 +4,25 @@ import pytest
 import torch
 
 from beamline.runtime.determinism import make_deterministic
-from tests.contract.engines import LEARNERS, PAIRS, SAMPLERS, LearnerFactory, PairFactory, SamplerFactory
+from tests.contract.engines import INVARIANT, LEARNERS, PAIRS, SAMPLERS, LearnerFactory, PairFactory, SamplerFactory
+from tests.contract.sampling import AssertSame, assert_same_bits, assert_same_tokens
 
 
 @pytest.fixture(params=SAMPLERS)
-def sampler_factory(request: pytest.FixtureRequest) -> SamplerFactory:
-    return SAMPLERS[request.param]
+def sampler_name(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def sampler_factory(sampler_name: str) -> SamplerFactory:
+    return SAMPLERS[sampler_name]
+
+
+@pytest.fixture
+def assert_same(sampler_name: str) -> AssertSame:
+    """Holds completions against others of the same requests, as nearly as the sampler promises."""
+    return assert_same_bits if sampler_name in INVARIANT else assert_same_tokens
 
 
 @pytest.fixture(params=LEARNERS)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from torch import nn
@@ -37,7 +38,9 @@ class PairBench:
 
 
 class SamplerFactory(Protocol):
-    def __call__(self, weights: nn.Module | None, slots: int = ..., seed: int = ...) -> SamplerBench:
+    def __call__(
+        self, weights: nn.Module | None, slots: int = ..., seed: int = ..., threads: int = ...
+    ) -> SamplerBench:
         """A sampler with a module's weights as version 1, or with none."""
 
 
@@ -51,9 +54,9 @@ class PairFactory(Protocol):
         """A learner that starts from a module's weights, and a sampler without any."""
 
 
-def local_sampler(weights: nn.Module | None, slots: int = 4, seed: int = 0) -> SamplerBench:
+def local_sampler(weights: nn.Module | None, slots: int = 4, seed: int = 0, threads: int = 1) -> SamplerBench:
     channel = LocalChannel()
-    sampler = LocalSampler(beam_shape(), "float32", THETA, slots, CONTEXT, seed, channel)
+    sampler = LocalSampler(beam_shape(), "float32", THETA, slots, CONTEXT, seed, channel, threads)
 
     def give(module: nn.Module, version: int, unfinished: Unfinished) -> None:
         moves = plan(module_layout(module), sampler.layout("full"))
@@ -66,10 +69,15 @@ def local_sampler(weights: nn.Module | None, slots: int = 4, seed: int = 0) -> S
 
 
 def torch_learner(
-    module: nn.Module, micro_batch_tokens: int = 4096, channel: LocalChannel | None = None, **optimizer: Any
+    module: nn.Module,
+    micro_batch_tokens: int = 4096,
+    channel: LocalChannel | None = None,
+    parity: bool = True,
+    **optimizer: Any,
 ) -> TorchLearner:
     config = LearnerConfig(micro_batch_tokens=micro_batch_tokens, optimizer=OptimizerConfig(**optimizer))
-    return TorchLearner(module, PolicyConfig(head_chunk_rows=16), config, channel or LocalChannel())
+    policy = PolicyConfig(head_chunk_rows=16, parity=parity)
+    return TorchLearner(module, policy, config, channel or LocalChannel())
 
 
 def torch_local(module: nn.Module, **optimizer: Any) -> PairBench:
@@ -86,5 +94,7 @@ def torch_local(module: nn.Module, **optimizer: Any) -> PairBench:
 
 
 SAMPLERS: dict[str, SamplerFactory] = {"local": local_sampler}
-LEARNERS: dict[str, LearnerFactory] = {"torch": torch_learner}
+INVARIANT = {"local"}
+"""Samplers that promise the same bits whatever else is in flight; others promise the same tokens."""
+LEARNERS: dict[str, LearnerFactory] = {"torch": torch_learner, "torch-module": partial(torch_learner, parity=False)}
 PAIRS: dict[str, PairFactory] = {"torch-local": torch_local}

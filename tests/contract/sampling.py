@@ -1,6 +1,6 @@
 """Asking a sampler, for the tests of its contract."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from beamline.records import Completion, Key, Request, SamplingParams
 from beamline.rollout.sampler import Sampler
+from tests.exact import bits
 from tests.tiny_beam import VOCAB, WINDOW
 
 PREFIX_LENGTHS = (1, 2, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW, 5, 12, 20)
@@ -65,7 +66,19 @@ def sequence(asked: Request, completion: Completion) -> NDArray[np.int32]:
     return np.concatenate([asked.prefix_ids, completion.token_ids])
 
 
-def assert_same(completions: Sequence[Completion], others: Sequence[Completion]) -> None:
+AssertSame = Callable[[Sequence[Completion], Sequence[Completion]], None]
+
+
+def assert_same_bits(completions: Sequence[Completion], others: Sequence[Completion]) -> None:
+    """The same tokens and routes, and log-probabilities with the same bits."""
+    for one, other in zip(completions, others, strict=True):
+        assert (one.key, one.finish) == (other.key, other.finish)
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_array_equal(bits(one.logprobs), bits(other.logprobs))
+        np.testing.assert_array_equal(one.routes, other.routes)
+
+
+def assert_same_tokens(completions: Sequence[Completion], others: Sequence[Completion]) -> None:
     """The same tokens; log-probabilities may differ by rounding."""
     for one, other in zip(completions, others, strict=True):
         assert (one.key, one.finish) == (other.key, other.finish)

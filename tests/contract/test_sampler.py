@@ -9,7 +9,7 @@ import pytest
 from beamline.model.beam import tensors
 from beamline.records import Key, Request, SamplingParams
 from tests.contract.engines import SamplerFactory
-from tests.contract.sampling import PREFIX_LENGTHS, assert_same, prefix, request, requests, run, sequence
+from tests.contract.sampling import PREFIX_LENGTHS, AssertSame, prefix, request, requests, run, sequence
 from tests.filters import sampled_from
 from tests.tiny_beam import VOCAB, beam_shape, evaluate, random_beam, reference, teacher_forced
 
@@ -106,7 +106,9 @@ def test_filters_leave_a_renormalized_distribution(sampler_factory: SamplerFacto
         np.testing.assert_allclose(completion.logprobs, np.log(chosen), rtol=1e-5, atol=1e-5)
 
 
-def test_tokens_do_not_depend_on_what_else_is_in_flight(sampler_factory: SamplerFactory) -> None:
+def test_tokens_do_not_depend_on_what_else_is_in_flight(
+    sampler_factory: SamplerFactory, assert_same: AssertSame
+) -> None:
     asked = requests()
     completions = run(sampler_factory(MODULE, slots=4).sampler, asked)
     others = [request(length, sample=1, max_tokens=17) for length in PREFIX_LENGTHS]
@@ -115,7 +117,7 @@ def test_tokens_do_not_depend_on_what_else_is_in_flight(sampler_factory: Sampler
     assert_same(completions, [again[r.key] for r in asked])
 
 
-def test_samples_of_one_prompt_are_in_flight_together(sampler_factory: SamplerFactory) -> None:
+def test_samples_of_one_prompt_are_in_flight_together(sampler_factory: SamplerFactory, assert_same: AssertSame) -> None:
     """They may share the evaluation of the prompt; each has its own stream."""
     asked = [request(12, sample) for sample in range(6)]
     together = run(sampler_factory(MODULE, slots=6).sampler, asked)

@@ -10,7 +10,7 @@ import pytest
 from beamline.records import Request, SamplingParams
 from beamline.rollout.sampler import Sampler
 from tests.contract.engines import SamplerBench, SamplerFactory, Unfinished
-from tests.contract.sampling import assert_same, collect, prefix, request, requests, resumed, run, sequence, start
+from tests.contract.sampling import AssertSame, collect, prefix, request, requests, resumed, run, sequence, start
 from tests.tiny_beam import CONTEXT, VOCAB, random_beam, reference, teacher_forced
 
 MODULE, OTHER = random_beam(0), random_beam(1)
@@ -19,7 +19,9 @@ PLAIN_OTHER = reference(OTHER)
 # Abort
 
 
-def test_an_aborted_response_goes_on_as_if_it_had_not_been(sampler_factory: SamplerFactory) -> None:
+def test_an_aborted_response_goes_on_as_if_it_had_not_been(
+    sampler_factory: SamplerFactory, assert_same: AssertSame
+) -> None:
     asked = requests()[:4]
     whole = run(sampler_factory(MODULE, slots=8).sampler, asked)
     sampler = sampler_factory(MODULE, slots=8).sampler
@@ -30,15 +32,16 @@ def test_an_aborted_response_goes_on_as_if_it_had_not_been(sampler_factory: Samp
         begin = partials[wanted.key]
         assert begin.finish == "abort"
         assert 0 < len(begin.token_ids) < wanted.params.max_tokens
-        np.testing.assert_array_equal(np.concatenate([begin.token_ids, end.token_ids]), uninterrupted.token_ids)
-        logprobs = np.concatenate([begin.logprobs, end.logprobs])
-        np.testing.assert_allclose(logprobs, uninterrupted.logprobs, rtol=1e-5, atol=1e-5)
+        tokens, logprobs = (
+            np.concatenate([getattr(c, name) for c in (begin, end)]) for name in ("token_ids", "logprobs")
+        )
+        assert_same([replace(end, token_ids=tokens, logprobs=logprobs)], [uninterrupted])
         assert uninterrupted.routes is not None
         np.testing.assert_array_equal(end.routes, uninterrupted.routes)
         np.testing.assert_array_equal(begin.routes, uninterrupted.routes[: len(sequence(wanted, begin)) - 1])
 
 
-def test_aborting_some_leaves_the_others_alone(sampler_factory: SamplerFactory) -> None:
+def test_aborting_some_leaves_the_others_alone(sampler_factory: SamplerFactory, assert_same: AssertSame) -> None:
     asked = requests()[:6]
     whole = run(sampler_factory(MODULE, slots=8).sampler, asked)
     sampler = sampler_factory(MODULE, slots=8).sampler
@@ -60,7 +63,7 @@ def test_aborting_works_with_several_stop_tokens(sampler_factory: SamplerFactory
     assert set(collect(sampler, len(going) - 1)) == set(going[1:])
 
 
-def test_a_waiting_request_is_aborted_with_nothing(sampler_factory: SamplerFactory) -> None:
+def test_a_waiting_request_is_aborted_with_nothing(sampler_factory: SamplerFactory, assert_same: AssertSame) -> None:
     sampler = sampler_factory(MODULE, slots=1).sampler
     first, second = request(5, 0), request(5, 1)
     sampler.submit([first, second])
@@ -128,7 +131,7 @@ def test_unfinished_requests_go_on_with_new_weights(sampler_factory: SamplerFact
         assert completion.token_ids[old:].tolist() != uninterrupted.token_ids[old:].tolist()
 
 
-def test_unfinished_requests_keep_their_cache(sampler_factory: SamplerFactory) -> None:
+def test_unfinished_requests_keep_their_cache(sampler_factory: SamplerFactory, assert_same: AssertSame) -> None:
     asked = requests()[:3]
     whole = run(sampler_factory(MODULE).sampler, asked)
     bench = sampler_factory(MODULE)
@@ -159,7 +162,9 @@ def test_unfinished_requests_end_with_an_abort(sampler_factory: SamplerFactory) 
 # Sleep
 
 
-def test_the_weights_survive_a_sleep_without_the_cache(sampler_factory: SamplerFactory) -> None:
+def test_the_weights_survive_a_sleep_without_the_cache(
+    sampler_factory: SamplerFactory, assert_same: AssertSame
+) -> None:
     sampler = sampler_factory(MODULE).sampler
     before = run(sampler, requests())
     sampler.sleep(1)
@@ -168,7 +173,9 @@ def test_the_weights_survive_a_sleep_without_the_cache(sampler_factory: SamplerF
 
 
 @pytest.mark.parametrize("unfinished", ["keep", "abort"])
-def test_weights_arrive_before_the_cache_is_taken(sampler_factory: SamplerFactory, unfinished: Unfinished) -> None:
+def test_weights_arrive_before_the_cache_is_taken(
+    sampler_factory: SamplerFactory, unfinished: Unfinished, assert_same: AssertSame
+) -> None:
     bench = sampler_factory(MODULE)
     run(bench.sampler, requests())
     bench.sampler.sleep(2)
@@ -178,7 +185,7 @@ def test_weights_arrive_before_the_cache_is_taken(sampler_factory: SamplerFactor
     assert_same(run(sampler_factory(OTHER).sampler, requests()), run(bench.sampler, requests()))
 
 
-def test_waking_what_is_awake_changes_nothing(sampler_factory: SamplerFactory) -> None:
+def test_waking_what_is_awake_changes_nothing(sampler_factory: SamplerFactory, assert_same: AssertSame) -> None:
     sampler = sampler_factory(MODULE).sampler
     before = run(sampler, requests())
     sampler.wake(["weights", "cache"])
@@ -227,7 +234,9 @@ def test_weights_cannot_arrive_where_they_have_no_place(sampler_factory: Sampler
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_there_is_no_sleep_with_requests_in_flight(sampler_factory: SamplerFactory, level: int) -> None:
+def test_there_is_no_sleep_with_requests_in_flight(
+    sampler_factory: SamplerFactory, level: int, assert_same: AssertSame
+) -> None:
     sampler = sampler_factory(MODULE).sampler
     sampler.submit([request(5)])
     with pytest.raises(RuntimeError, match="1 requests are in flight"):
@@ -269,7 +278,7 @@ def _request(ids: list[int], **params: Any) -> Request:
     ],
 )
 def test_an_impossible_request_is_refused_with_all_that_came_with_it(
-    sampler_factory: SamplerFactory, bad: Request, message: str
+    sampler_factory: SamplerFactory, bad: Request, message: str, assert_same: AssertSame
 ) -> None:
     sampler = sampler_factory(MODULE).sampler
     with pytest.raises(ValueError, match=message) as error:

@@ -17,7 +17,7 @@ PACKAGE = Path(beamline.__file__).parent
 # belongs to the longest name that fits.
 ORDER = (
     ("errors",),
-    ("config", "records", "model"),
+    ("config", "records", "model", "kernels"),
     ("chat", "algorithms", "checkpoint"),
     ("tasks", "starter", "report"),  # graders read channels; the starter's tokenizer has the chat's control tokens
     ("data",),  # problems are generated and checked by tasks

@@ -15,7 +15,7 @@ from beamline.learner.learner import Outputs, StepStats
 from beamline.learner.planning import contributing, denominator, micro_batches
 from beamline.learner.torch.optimizer import Optimizer
 from beamline.model.layout import Layout, TensorSlice, WeightKind
-from beamline.policy import attention, head, model
+from beamline.policy import attention, head, model, parity
 from beamline.policy.weights import DTYPE_NAMES, module_layout, named_tensors, raw
 from beamline.records import Batch, Experience, pack
 from beamline.transfer.local import LocalChannel
@@ -136,13 +136,14 @@ class TorchLearner:
 
     def _evaluate(self, micro: _MicroBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the given rows."""
-        batch = micro.batch
-        hidden_ND = model.hidden_states(
+        batch, path = micro.batch, parity if self._policy.parity else model
+        hidden_ND = path.hidden_states(
             self._module, torch.from_numpy(batch.input_ids_N), torch.from_numpy(batch.position_ids_N), micro.packing
         )
         temperature_N = torch.from_numpy(np.repeat(batch.temperature_B, np.diff(batch.cu_seqlens_B1)))
         module = cast(Any, self._module)
-        return head.head_logprobs(
+        score = parity.head_logprobs if self._policy.parity else head.head_logprobs
+        return score(
             hidden_ND[rows],
             module.lm_head.weight,
             torch.from_numpy(batch.target_ids_N)[rows],

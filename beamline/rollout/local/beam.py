@@ -1,243 +1,313 @@
-"""Beam's forward pass for sampling: fused projections, one token a sequence, routes recorded.
+"""Beam's forward pass for sampling: one compiled call evaluates rows of tokens, whatever sequences they belong to.
 
 Formulas are those of transformers' ``modeling_beam``, including where each value is rounded to the model's type.
+Another model family is another file like this one, made of the same kernels.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
+from beamline.kernels.attention import attend, store
+from beamline.kernels.compiled import kernel
+from beamline.kernels.experts import choose, expert_products, gather_experts, invert, sort_by_expert
+from beamline.kernels.linear import product
+from beamline.kernels.rows import add_residual, open_gate, rms_norm, round_rows, swiglu, turn_heads
 from beamline.model.beam import BeamShape, tensors
 from beamline.model.layout import DType
-from beamline.policy.attention import Packing, packed_attention
-from beamline.policy.head import soft_cap
-from beamline.policy.weights import TORCH_DTYPES, split_experts
-from beamline.rollout.local.cache import SlotCache
+from beamline.policy.positions import position_tables
+from beamline.policy.weights import split_experts
+from beamline.rollout.local.cache import SlotCache, whole_blocks
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q [N, H, d], k and v [N, KV, d] -> [N, H * d]
+Floats = NDArray[np.float32]
 
 
-@dataclass(slots=True)
-class _Layer:
-    qkvg: Tensor  # [q + k + v + gate, D]
-    o: Tensor
-    gate_bias: Tensor
-    q_norm: Tensor
-    k_norm: Tensor
-    norms: dict[str, Tensor]
-    gate_up: Tensor  # dense [2 I, D], sparse [E, 2 I, D]
-    down: Tensor  # dense [D, I], sparse [E, D, I]
-    router: Tensor | None
-    router_bias: Tensor | None
+class Weights(NamedTuple):
+    """Every weight, stacked over layers, and transposed to ``[in, out]`` for products of rows."""
+
+    embed: Floats  # [V, D]
+    norms: Floats  # [layers, 4, D]: input, post attention, pre and post feedforward
+    qkvg: Floats  # [layers, D, q + k + v + gate]
+    q_norm: Floats  # [layers, d]
+    k_norm: Floats
+    gate_bias: Floats  # [layers, H]
+    o: Floats  # [layers, q, D]
+    dense_gate_up: Floats  # [dense layers, D, 2 I]
+    dense_down: Floats  # [dense layers, I, D]
+    router: Floats  # [L, D, E]
+    router_bias: Floats  # [L, E]
+    gate_up: Floats  # [L, E, D, 2 I]
+    down: Floats  # [L, E, I, D]
+    norm: Floats  # [D]
+    head: Floats  # [D, V]
+
+
+class Traits(NamedTuple):
+    """What a compiled call has to know of the model besides its weights."""
+
+    kv_heads: int
+    group: int  # query heads that share a key head
+    window: int
+    expert_groups: int
+    best_groups: int
+    normalize: bool
+    factor: float
+    cap: float
+    eps: float
+    bf16: bool
+    sliding: NDArray[np.bool_]  # [layers]
+    sparse: NDArray[np.bool_]  # [layers]
+    of_kind: NDArray[np.int64]  # [layers] index among the layers of its MLP kind
+    cos: Floats  # [positions, d / 2]
+    sin: Floats
+    stretch: Floats  # [positions] factor of queries in full layers
+
+
+class Workspace(NamedTuple):
+    """Activations of up to so many rows."""
+
+    h: Floats
+    x: Floats
+    y: Floats
+    qkvg: Floats
+    q: Floats
+    k: Floats
+    attended: Floats
+    scores: Floats
+    ones: Floats
+    dense: Floats
+    inner_dense: Floats
+    router: Floats
+    weights: Floats
+    ends: NDArray[np.int64]
+    order: NDArray[np.int64]
+    place: NDArray[np.int64]
+    rows: Floats
+    wide: Floats
+    inner: Floats
+    outer: Floats
+
+
+@kernel
+def forward(
+    w: Any, traits: Any, space: Any, keys: Any, values: Any, at: Any, places: Any,
+    token_ids: Any, positions: Any, slots: Any, routes: Any,
+) -> Any:  # fmt: skip
+    """Evaluate rows, each a token at a position of a slot; returns hidden states after the final norm, ``[rows, D]``.
+
+    Keys and values of all rows are in the cache before a layer attends, so rows may be the positions of one sequence.
+    ``routes [rows, L, K]`` is filled.
+    """
+    n, D = len(token_ids), w.embed.shape[1]
+    size, heads = w.q_norm.shape[1], w.gate_bias.shape[1]
+    q_width, kv_width = heads * size, traits.kv_heads * size
+    bf16, eps, layers = traits.bf16, traits.eps, len(traits.sliding)
+    h, x, y = space.h[:n], space.x[:n], space.y[:n]
+    qkvg, q, k, attended = space.qkvg[:n], space.q[:n], space.k[:n], space.attended[:n]
+    width = qkvg.shape[1]
+    for i in range(n):
+        h[i] = w.embed[token_ids[i]]
+    for layer in range(layers):
+        sliding = traits.sliding[layer]
+        rms_norm(h, w.norms, layer * 4 * D, eps, x, bf16)
+        product(x.reshape(-1), 0, D, w.qkvg.reshape(-1), layer * D * width, width, qkvg.reshape(-1), 0, width,
+                n, width, D, False)  # fmt: skip
+        round_rows(qkvg, bf16)
+        table = (traits.cos, traits.sin, traits.stretch)
+        turn_heads(qkvg, 0, heads, w.q_norm[layer], eps, positions, *table, sliding, True, q, bf16)
+        turn_heads(qkvg, q_width, traits.kv_heads, w.k_norm[layer], eps, positions, *table, sliding, False, k, bf16)
+        v_first = q_width + kv_width
+        store(keys, values, at[layer], places[layer], k, qkvg, v_first, slots, positions, traits.kv_heads, size)
+        window = traits.window if sliding else len(traits.stretch)
+        attend(q, keys, values, at[layer], places[layer], window, slots, positions, traits.kv_heads, traits.group,
+               size, space.scores, space.ones, attended, bf16)  # fmt: skip
+        open_gate(attended, qkvg, v_first + kv_width, w.gate_bias[layer], q, bf16)
+        product(q.reshape(-1), 0, q_width, w.o.reshape(-1), layer * q_width * D, D, y.reshape(-1), 0, D,
+                n, D, q_width, False)  # fmt: skip
+        round_rows(y, bf16)
+        rms_norm(y, w.norms, (layer * 4 + 1) * D, eps, x, bf16)
+        add_residual(x, 2 * (layer + 1), h, bf16)
+        rms_norm(h, w.norms, (layer * 4 + 2) * D, eps, x, bf16)
+        if traits.sparse[layer]:
+            sparse_mlp(w, traits, space, traits.of_kind[layer], x, routes, y)
+        else:
+            dense_mlp(w, traits, space, traits.of_kind[layer], x, y)
+        rms_norm(y, w.norms, (layer * 4 + 3) * D, eps, x, bf16)
+        add_residual(x, 2 * (layer + 1) + 1, h, bf16)
+    rms_norm(h, w.norm, 0, eps, x, bf16)
+    return x
+
+
+@kernel
+def dense_mlp(w: Any, traits: Any, space: Any, index: int, x: Any, y: Any) -> None:
+    """``y = down(swiglu(gate_up(x)))``."""
+    n, D, I = len(x), x.shape[1], space.inner_dense.shape[1]  # noqa: E741
+    wide, inner = space.dense[:n], space.inner_dense[:n]
+    product(x.reshape(-1), 0, D, w.dense_gate_up.reshape(-1), index * D * 2 * I, 2 * I, wide.reshape(-1), 0, 2 * I,
+            n, 2 * I, D, False)  # fmt: skip
+    round_rows(wide, traits.bf16)
+    swiglu(wide, inner, traits.bf16)
+    product(inner.reshape(-1), 0, I, w.dense_down.reshape(-1), index * I * D, D, y.reshape(-1), 0, D,
+            n, D, I, False)  # fmt: skip
+    round_rows(y, traits.bf16)
+
+
+@kernel
+def sparse_mlp(w: Any, traits: Any, space: Any, index: int, x: Any, routes: Any, y: Any) -> None:
+    """``y`` = the weighted sum of the chosen experts; ``routes[:, index]`` says which."""
+    n, D, E, K = len(x), x.shape[1], w.router.shape[2], routes.shape[2]
+    scores, weights, chosen = space.router[:n], space.weights[:n], routes[:, index]
+    order, place = space.order[: n * K], space.place[: n * K]
+    product(x.reshape(-1), 0, D, w.router.reshape(-1), index * D * E, E, scores.reshape(-1), 0, E, n, E, D, False)
+    bias = w.router_bias[index]
+    choose(scores, bias, traits.expert_groups, traits.best_groups, traits.normalize, chosen, weights)
+    I = space.inner.shape[1]  # noqa: E741
+    sort_by_expert(chosen, space.ends, order)
+    expert_products(x, K, w.gate_up.reshape(-1), index * E * D * 2 * I, w.down.reshape(-1), index * E * I * D,
+                    space.ends, order, space.rows, space.wide, space.inner, space.outer, 0, n * K,
+                    traits.bf16)  # fmt: skip
+    invert(order, place)
+    gather_experts(space.outer, place, weights, traits.factor, y, traits.bf16)
+
+
+@kernel
+def project(w: Any, hidden: Any, logits: Any) -> None:
+    """Logits ``[rows, V]`` before the soft cap, never rounded."""
+    D, V = w.head.shape
+    product(hidden.reshape(-1), 0, D, w.head.reshape(-1), 0, V, logits.reshape(-1), 0, V, len(hidden), V, D, False)
 
 
 class BeamDecoder:
-    """A Beam model that evaluates prompts into a cache and then one token a sequence."""
+    """A Beam model: its weights under their checkpoint names, and the traits for :func:`forward`."""
 
     def __init__(self, shape: BeamShape, dtype: DType, rope_theta: float, max_positions: int) -> None:
+        if dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"the local sampler computes as float32 or bfloat16, not {dtype}")
         self.shape = shape
-        self.dtype = TORCH_DTYPES[dtype]
-        self.route_dtype = torch.uint8 if shape.num_experts <= 256 else torch.int32
-        self._allocate(dtype)
-        angles = torch.arange(max_positions).float()[:, None] / rope_theta ** (
-            torch.arange(0, shape.head_dim, 2).float() / shape.head_dim
-        )
-        self._cos, self._sin = (torch.cat((f(angles),) * 2, dim=-1) for f in (torch.cos, torch.sin))
+        self.route_dtype = np.dtype(np.uint8 if shape.num_experts <= 256 else np.uint16)
+        self.weights, self.tensors = _allocate(shape)
+        self.traits = _traits(shape, dtype, rope_theta, max_positions)
 
-    def _allocate(self, dtype: DType) -> None:
-        shape = self.shape
-        own = {spec.name: torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype]) for spec in tensors(shape, dtype)}
-        self._layers = []
-        for i in range(shape.num_hidden_layers):
-            at = f"model.layers.{i}"
-            qkvg = _fuse(own, [f"{at}.self_attn.{name}_proj.weight" for name in ("q", "k", "v", "gate")])
-            if shape.mlp_layer_types[i] == "dense":
-                gate_up = _fuse(own, [f"{at}.mlp.gate_proj.weight", f"{at}.mlp.up_proj.weight"])
-                down = own[f"{at}.mlp.down_proj.weight"]
-            else:
-                E, I, D = shape.num_experts, shape.moe_intermediate_size, shape.hidden_size  # noqa: E741
-                gate_up = torch.empty(E, 2 * I, D, dtype=self.dtype)
-                down = torch.empty(E, D, I, dtype=self.dtype)
-                own.update(split_experts(f"{at}.mlp.experts.gate_up_proj", gate_up))
-                own.update(split_experts(f"{at}.mlp.experts.down_proj", down))
-            names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
-            self._layers.append(
-                _Layer(
-                    qkvg=qkvg,
-                    o=own[f"{at}.self_attn.o_proj.weight"],
-                    gate_bias=own[f"{at}.self_attn.gate_bias"],
-                    q_norm=own[f"{at}.self_attn.q_norm.weight"],
-                    k_norm=own[f"{at}.self_attn.k_norm.weight"],
-                    norms={name: own[f"{at}.{name}_layernorm.weight"] for name in names},
-                    gate_up=gate_up,
-                    down=down,
-                    router=own.get(f"{at}.mlp.gate.weight"),
-                    router_bias=own.get(f"{at}.mlp.gate.e_score_correction_bias"),
-                )
-            )
-        self.weights = own
+    def rounded(self) -> None:
+        """Round what was received to the model's type; the router stays float32."""
+        if self.traits.bf16:
+            for spec in tensors(self.shape, "bfloat16"):
+                if spec.dtype == "bfloat16":
+                    self.tensors[spec.name].copy_(self.tensors[spec.name].bfloat16())
 
     def new_cache(self, slots: int, positions: int) -> SlotCache:
         """A cache for ``slots`` sequences of up to ``positions`` tokens."""
         window = min(self.shape.sliding_window, positions)
         places = [window if kind == "sliding_attention" else positions for kind in self.shape.layer_types]
-        return SlotCache(slots, places, self.shape.num_key_value_heads, self.shape.head_dim, self.dtype)
+        return SlotCache(slots, places, self.shape.num_key_value_heads, self.shape.head_dim)
 
-    def prefill(
-        self, prefixes: Sequence[Tensor], slots: Sequence[Sequence[int]], cache: SlotCache
-    ) -> tuple[Tensor, Tensor]:
-        """Evaluate distinct prefixes once each; prefix p fills every slot of ``slots[p]``.
-
-        Returns the logits ``[P, V]`` after each prefix, and the routes ``[N, L, K]`` of all its rows, end to end.
-        """
-        lengths = torch.tensor([len(prefix) for prefix in prefixes])
-        borders = F.pad(lengths.cumsum(0), (1, 0))
-        packing = Packing.of(borders.tolist())
-        positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
-        copies = [(p, slot) for p, several in enumerate(slots) for slot in several]
-        copied_rows = torch.cat([torch.arange(int(borders[p]), int(borders[p + 1])) for p, _ in copies])
-        copied_slots = torch.tensor([slot for _, slot in copies]).repeat_interleave(lengths[[p for p, _ in copies]])
-        from_end = lengths.repeat_interleave(lengths) - positions
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            fits = from_end[copied_rows] <= cache.places(layer)
-            rows, targets = copied_rows[fits], copied_slots[fits]
-            cache.write(layer, targets, positions[rows], k[rows], v[rows])
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            out, _ = packed_attention(
-                _NO_MODULE, q, k, v, None, packing=packing, scaling=self._scale, sliding_window=self._window(layer)
-            )
-            return out.reshape(out.shape[1], -1)
-
-        hidden, routes = self._forward(torch.cat(list(prefixes)), positions, attend)
-        return self._logits(hidden[borders[1:] - 1]), routes
-
-    def decode(self, token_ids_n: Tensor, positions_n: Tensor, cache: SlotCache) -> tuple[Tensor, Tensor]:
-        """Evaluate one token of each of the first n slots; returns logits ``[n, V]`` and routes ``[n, L, K]``."""
-        n = len(token_ids_n)
-        slots_n = torch.arange(n)
-        positions = int(positions_n.max()) + 1
-        seen = torch.arange(positions) <= positions_n[:, None]
-        mask = seen[:, None, None]
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            cache.write(layer, slots_n, positions_n, k, v)
-            keys, values = cache.read(layer, n, positions)
-            grouped = q.unflatten(1, (self.shape.num_key_value_heads, -1))  # heads of a group share one key
-            allowed = mask[..., : keys.shape[2]]
-            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=allowed, scale=self._scale).flatten(
-                1
-            )
-
-        hidden, routes = self._forward(token_ids_n, positions_n, attend)
-        return self._logits(hidden), routes
-
-    def _window(self, layer: int) -> int | None:
-        return self.shape.sliding_window if self.shape.layer_types[layer] == "sliding_attention" else None
-
-    @property
-    def _scale(self) -> float:
-        return 1.0 / math.sqrt(self.shape.head_dim)
-
-    def _forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        h = self.weights["model.embed_tokens.weight"][token_ids_N]
-        cos, sin = self._cos[positions_N][:, None], self._sin[positions_N][:, None]
-        scale = torch.exp(0.1 * torch.log1p((positions_N.float() + 1) / 2048))[:, None, None]
-        routes = []
-        for i, layer in enumerate(self._layers):
-            x = self._norm(h, layer.norms["input"])
-            a = self._attention(i, layer, x, cos, sin, scale, attend)
-            h = _residual(self._norm(a, layer.norms["post_attention"]), h, 2 * (i + 1))
-            x = self._norm(h, layer.norms["pre_feedforward"])
-            if layer.router is None:
-                y = _swiglu(x @ layer.gate_up.T) @ layer.down.T
-            else:
-                y, chosen = self._experts(layer, x)
-                routes.append(chosen)
-            h = _residual(self._norm(y, layer.norms["post_feedforward"]), h, 2 * (i + 1) + 1)
-        N, K = len(token_ids_N), self.shape.num_experts_per_tok
-        return h, torch.stack(routes, dim=1) if routes else torch.zeros(N, 0, K, dtype=self.route_dtype)
-
-    def _attention(
-        self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor, attend: Attend
-    ) -> Tensor:
-        shape = self.shape
-        q_width, kv_width = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        qk, v, gate = (x @ layer.qkvg.T).split([q_width + kv_width, kv_width, q_width], dim=-1)
-        heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-        weights = torch.cat([layer.q_norm.expand(heads, -1), layer.k_norm.expand(kv_heads, -1)]).float()
-        qk = qk.unflatten(-1, (-1, shape.head_dim))
-        qk = (F.rms_norm(qk.float(), (shape.head_dim,), eps=shape.rms_norm_eps) * weights).to(self.dtype)
-        v = v.unflatten(-1, (-1, shape.head_dim))
-        if self._window(i) is not None:
-            qk = (qk * cos + _rotate_half(qk) * sin).to(self.dtype)
-        q, k = qk.split([heads, kv_heads], dim=1)
-        if self._window(i) is None:
-            q = (q.float() * scale).to(q.dtype)
-        out = attend(i, q, k, v)
-        gate = gate.unflatten(-1, (-1, shape.head_dim)) + layer.gate_bias[:, None]
-        return (out * torch.sigmoid(gate).flatten(1)) @ layer.o.T
-
-    def _experts(self, layer: _Layer, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum of the chosen experts' outputs ``[N, D]``, and which were chosen, ``[N, K]``."""
-        chosen, weights = self._route(layer, x)
-        K = chosen.shape[1]
-        sorted_experts, order = torch.sort(chosen.flatten(), stable=True)
-        ends = torch.searchsorted(sorted_experts, torch.arange(self.shape.num_experts), right=True).int()
-        rows = x.index_select(0, order // K)
-        inner = _swiglu(F.grouped_mm(rows, layer.gate_up.transpose(1, 2), offs=ends))
-        outer = F.grouped_mm(inner, layer.down.transpose(1, 2), offs=ends) * weights.flatten()[order, None]
-        by_choice = outer.index_select(0, torch.argsort(order))
-        y = by_choice.unflatten(0, (-1, K)).sum(1).to(x.dtype) * self.shape.routed_scaling_factor
-        return y, chosen.to(self.route_dtype)
-
-    def _route(self, layer: _Layer, x: Tensor) -> tuple[Tensor, Tensor]:
-        shape = self.shape
-        assert layer.router is not None
-        assert layer.router_bias is not None
-        scores = torch.sigmoid(x.float() @ layer.router.T)
-        choice = (scores + layer.router_bias).unflatten(-1, (shape.n_group, -1))
-        group_scores = choice.topk(2, dim=-1)[0].sum(-1)
-        groups = group_scores.topk(shape.topk_group, dim=-1)[1]
-        dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, groups, False)
-        chosen = choice.masked_fill(dropped[..., None], -math.inf).flatten(1).topk(shape.num_experts_per_tok, dim=-1)[1]
-        weights = scores.gather(1, chosen)
-        if shape.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return chosen, weights
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        normed = self._norm(hidden, self.weights["model.norm.weight"])
-        return soft_cap(normed.float() @ self.weights["lm_head.weight"].float().T, self.shape.final_logit_softcapping)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), weight.shape, weight.float(), self.shape.rms_norm_eps).to(x.dtype)
+    def new_workspace(self, rows: int, places: int) -> Workspace:
+        """Room for the activations of ``rows`` rows over caches of up to ``places`` places."""
+        return _workspace(self.shape, rows, whole_blocks(places))
 
 
-_NO_MODULE = torch.nn.Module()  # packed attention has the signature of transformers, and uses no module
+def _allocate(shape: BeamShape) -> tuple[Weights, dict[str, Tensor]]:
+    """The stacked weights, and views of them under checkpoint names, shaped as there."""
+    D, V, d = shape.hidden_size, shape.vocab_size, shape.head_dim
+    heads, kv_heads, layers = shape.num_attention_heads, shape.num_key_value_heads, shape.num_hidden_layers
+    q, kv, dense, E = heads * d, kv_heads * d, shape.intermediate_size, shape.num_experts
+    L, I = len(shape.moe_layers), shape.moe_intermediate_size  # noqa: E741
+    sizes: dict[str, tuple[int, ...]] = {
+        "embed": (V, D),
+        "norms": (layers, 4, D),
+        "qkvg": (layers, D, 2 * q + 2 * kv),
+        "q_norm": (layers, d),
+        "k_norm": (layers, d),
+        "gate_bias": (layers, heads),
+        "o": (layers, q, D),
+        "dense_gate_up": (layers - L, D, 2 * dense),
+        "dense_down": (layers - L, dense, D),
+        "router": (L, D, E),
+        "router_bias": (L, E),
+        "gate_up": (L, E, D, 2 * I),
+        "down": (L, E, I, D),
+        "norm": (D,),
+        "head": (D, V),
+    }
+    held = {name: torch.zeros(size) for name, size in sizes.items()}
+    named = {"model.embed_tokens.weight": held["embed"], "model.norm.weight": held["norm"]}
+    named["lm_head.weight"] = held["head"].T
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        parts = held["qkvg"][layer].T.split([q, kv, kv, q])
+        named |= {
+            f"{at}.self_attn.{n}_proj.weight": part for n, part in zip(("q", "k", "v", "gate"), parts, strict=True)
+        }
+        named[f"{at}.self_attn.o_proj.weight"] = held["o"][layer].T
+        named[f"{at}.self_attn.gate_bias"] = held["gate_bias"][layer]
+        named |= {f"{at}.self_attn.{n}.weight": held[n][layer] for n in ("q_norm", "k_norm")}
+        norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        named |= {f"{at}.{n}_layernorm.weight": held["norms"][layer, i] for i, n in enumerate(norms)}
+        named |= dict(_mlp(shape, layer, at, held))
+    arrays = {name: tensor.numpy() for name, tensor in held.items()}
+    return Weights(**arrays), named
 
 
-def _fuse(own: dict[str, Tensor], names: Sequence[str]) -> Tensor:
-    """One matrix that holds several, each of which becomes a view of its rows."""
-    fused = torch.cat([own[name] for name in names])
-    sizes = [own[name].shape[0] for name in names]
-    own.update(zip(names, fused.split(sizes), strict=True))
-    return fused
+def _mlp(shape: BeamShape, layer: int, at: str, held: dict[str, Tensor]) -> Any:
+    index = _of_kind(shape)[layer]
+    if shape.mlp_layer_types[layer] == "dense":
+        gate, up = held["dense_gate_up"][index].T.chunk(2)
+        yield f"{at}.mlp.gate_proj.weight", gate
+        yield f"{at}.mlp.up_proj.weight", up
+        yield f"{at}.mlp.down_proj.weight", held["dense_down"][index].T
+    else:
+        yield f"{at}.mlp.gate.weight", held["router"][index].T
+        yield f"{at}.mlp.gate.e_score_correction_bias", held["router_bias"][index]
+        yield from split_experts(f"{at}.mlp.experts.gate_up_proj", held["gate_up"][index].transpose(1, 2))
+        yield from split_experts(f"{at}.mlp.experts.down_proj", held["down"][index].transpose(1, 2))
 
 
-def _swiglu(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+def _of_kind(shape: BeamShape) -> list[int]:
+    kinds = shape.mlp_layer_types
+    return [kinds[:layer].count(kind) for layer, kind in enumerate(kinds)]
 
 
-def _residual(x: Tensor, residual: Tensor, n: int) -> Tensor:
-    return x * (1.0 / math.sqrt(n)) + residual * math.sqrt((n - 1) / n)
+def _traits(shape: BeamShape, dtype: DType, rope_theta: float, positions: int) -> Traits:
+    cos, sin, stretch = position_tables(shape.head_dim, rope_theta, positions)
+    return Traits(
+        kv_heads=shape.num_key_value_heads,
+        group=shape.num_attention_heads // shape.num_key_value_heads,
+        window=shape.sliding_window,
+        expert_groups=shape.n_group,
+        best_groups=shape.topk_group,
+        normalize=shape.norm_topk_prob,
+        factor=float(shape.routed_scaling_factor),
+        cap=float(shape.final_logit_softcapping),
+        eps=float(shape.rms_norm_eps),
+        bf16=dtype == "bfloat16",
+        sliding=np.array([kind == "sliding_attention" for kind in shape.layer_types]),
+        sparse=np.array([kind == "sparse" for kind in shape.mlp_layer_types]),
+        of_kind=np.array(_of_kind(shape)),
+        cos=cos,
+        sin=sin,
+        stretch=stretch,
+    )
 
 
-def _rotate_half(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+def _workspace(shape: BeamShape, rows: int, places: int) -> Workspace:
+    D, d, K, E = shape.hidden_size, shape.head_dim, shape.num_experts_per_tok, shape.num_experts
+    q, kv = shape.num_attention_heads * d, shape.num_key_value_heads * d
+    group = shape.num_attention_heads // shape.num_key_value_heads
+    dense, I = shape.intermediate_size, shape.moe_intermediate_size  # noqa: E741
+
+    def floats(*size: int) -> Floats:
+        return np.empty(size, np.float32)
+
+    choices = rows * K
+    return Workspace(
+        h=floats(rows, D), x=floats(rows, D), y=floats(rows, D),
+        qkvg=floats(rows, 2 * q + 2 * kv), q=floats(rows, q), k=floats(rows, kv), attended=floats(rows, q),
+        scores=floats(2 * group * places), ones=np.ones(places, np.float32),
+        dense=floats(rows, 2 * dense), inner_dense=floats(rows, dense),
+        router=floats(rows, E), weights=floats(rows, K), ends=np.empty(E, np.int64),
+        order=np.empty(choices, np.int64), place=np.empty(choices, np.int64),
+        rows=floats(choices, D), wide=floats(choices, 2 * I), inner=floats(choices, I), outer=floats(choices, D),
+    )  # fmt: skip

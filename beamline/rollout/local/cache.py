@@ -1,42 +1,64 @@
-"""Keys and values of the sequences being decoded.
+"""Keys and values of the sequences being decoded, laid out as :mod:`beamline.kernels.attention` reads them.
 
-Active sequences hold slots ``0..n-1``, so a decode step works on slices and gathers nothing. A sliding layer keeps a
-ring of ``window`` places: position p lies at ``p % window``. The order inside a ring does not matter, because keys are
-stored with their rotation and a softmax has no order.
+A sliding layer keeps a ring of about ``window`` places: position p lies at ``p % places``. All layers
+share one flat array of keys and one of values, so that a compiled call takes a cache of any number of layers.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
+
+from beamline.kernels.attention import BLOCK
+from beamline.kernels.compiled import kernel
 
 
 class SlotCache:
-    """Preallocated keys and values of each layer, side by side: ``[slots, places, KV, 2 d]``.
+    """Preallocated keys and values of each layer.
 
-    A full layer has a place for each position. One tensor for both halves the number of scattered writes.
+    Layer l begins at ``at[l]`` of both ``keys`` and ``values``, and has ``places[l]``: what was asked for, in whole
+    blocks.
     """
 
-    def __init__(self, slots: int, places: Sequence[int], kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        self._layers = [torch.zeros(slots, n, kv_heads, 2 * head_dim, dtype=dtype) for n in places]
+    def __init__(self, slots: int, places: Sequence[int], kv_heads: int, head_dim: int) -> None:
+        self.places = np.array([whole_blocks(n) for n in places])
+        sizes = self.places * kv_heads * head_dim * slots
+        ends = np.cumsum(sizes)
+        self.at = ends - sizes
+        # Zeros rather than whatever lies there: scores of places that hold nothing are computed, though never used.
+        self.keys, self.values = (np.zeros(int(ends[-1]), np.float32) for _ in range(2))
+        self._width = kv_heads, head_dim
 
-    def places(self, layer: int) -> int:
-        """Positions that a layer can hold."""
-        return self._layers[layer].shape[1]
+    def fill(self, source: "SlotCache", length: int, slots: NDArray[np.int64]) -> None:
+        """Copy a sequence of ``length`` positions from slot 0 of a cache without rings to several slots."""
+        kv_heads, head_dim = self._width
+        _fill(
+            source.keys, source.values, source.at, source.places, self.keys, self.values, self.at, self.places,
+            kv_heads, head_dim, length, slots,
+        )  # fmt: skip
 
-    def write(self, layer: int, slots_N: Tensor, positions_N: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store ``key``, ``value [N, KV, d]``; of positions that share a place of a ring, only one may be given."""
-        places = self.places(layer)
-        rows_N = slots_N * places + positions_N % places
-        self._layers[layer].flatten(0, 1).index_copy_(0, rows_N, torch.cat([key, value], dim=-1))
 
-    def read(self, layer: int, slots: int, positions: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[slots, KV, places, d]`` of the first slots, in as many places as positions can fill."""
-        places = min(positions, self.places(layer))
-        keys, values = self._layers[layer][:slots, :places].transpose(1, 2).chunk(2, dim=-1)
-        return keys, values
+def whole_blocks(places: int) -> int:
+    """The places of as many blocks as hold so many."""
+    return -(-places // BLOCK) * BLOCK
 
-    def move(self, source: int, target: int) -> None:
-        """Copy one slot over another."""
-        for tensor in self._layers:
-            tensor[target] = tensor[source]
+
+@kernel
+def _fill(
+    keys: Any, values: Any, at: Any, places: Any, to_keys: Any, to_values: Any, to_at: Any, to_places: Any,
+    kv_heads: int, size: int, length: int, slots: Any,
+) -> None:  # fmt: skip
+    for layer in range(len(places)):
+        wide, ring = places[layer], to_places[layer]
+        for slot in slots:
+            for head in range(kv_heads):
+                source = at[layer] + head * size * wide
+                target = to_at[layer] + (slot * kv_heads + head) * size * ring
+                for p in range(max(0, length - ring), length):
+                    place = p % ring
+                    key = source + p // BLOCK * size * BLOCK + p % BLOCK
+                    to_key = target + place // BLOCK * size * BLOCK + place % BLOCK
+                    for j in range(size):
+                        to_keys[to_key + j * BLOCK] = keys[key + j * BLOCK]
+                        to_values[target + place * size + j] = values[source + p * size + j]

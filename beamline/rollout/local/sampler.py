@@ -2,33 +2,35 @@
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Literal
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from beamline.model.beam import BeamShape, tensors
 from beamline.model.layout import DType, Layout, TensorSlice, WeightKind
 from beamline.records import Completion, Key, Request
 from beamline.rollout.local.beam import BeamDecoder
 from beamline.rollout.local.cache import SlotCache
-from beamline.rollout.local.draw import draw
 from beamline.rollout.local.slots import Slots
+from beamline.rollout.local.worker import Drawn, NotFiniteError, Worker
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import TransferPlan
 
-_ADMIT_SHARE = 8  # new sequences enter once 1/8 of the slots are free: a prefill of a few rows costs as much as a step
+_LEAST_ROWS = 8  # of a thread: for fewer, waking another one takes longer than the work
 
 
 class LocalSampler:
-    """Samples with torch on the CPU. Work is done inside :meth:`poll`.
+    """Samples on the CPU. Work is done inside :meth:`poll`.
+
+    Tokens, log-probabilities and routes of a request have the same bits whatever else is in flight, however many slots
+    and threads there are, and in whichever process it runs.
 
     Args:
         shape: the model.
-        dtype: type of weights, activations and cache.
+        dtype: the type that is computed as: float32, or bfloat16 emulated in float32.
         rope_theta: base of the rotary embedding of sliding layers.
         slots: sequences decoded together.
         positions: most tokens of a sequence, prompt and response.
@@ -55,9 +57,10 @@ class LocalSampler:
             raise ValueError(f"{positions} positions exceed the model's context of {shape.max_position_embeddings}")
         self._shape, self._dtype, self._theta = shape, dtype, rope_theta
         self._capacity, self._positions, self._seed, self._channel = slots, positions, seed, channel
-        self._threads = threads
+        self._threads, self._pool = threads, ThreadPoolExecutor(threads, thread_name_prefix="sampler")
         self._decoder: BeamDecoder | None = None
         self._cache: SlotCache | None = None
+        self._workers: list[Worker] = []
         self._version: int | None = None
         self._waiting: deque[Request] = deque()
         self._ready: list[Completion] = []
@@ -76,20 +79,17 @@ class LocalSampler:
         self._in_flight |= new
         self._waiting.extend(requests)
 
-    @torch.inference_mode()
     def poll(self, timeout: float) -> list[Completion]:
         """Decode until something finishes, nothing is left, or ``timeout`` seconds are over (at least one step)."""
         deadline = time.monotonic() + timeout
-        with _threads(self._threads):
-            while not self._ready and (self._waiting or self._slots.requests):
-                self._step()
-                if time.monotonic() >= deadline:
-                    break
+        while not self._ready and (self._waiting or self._slots.requests):
+            self._step()
+            if time.monotonic() >= deadline:
+                break
         ready, self._ready = self._ready, []
         self._in_flight -= {completion.key for completion in ready}
         return ready
 
-    @torch.inference_mode()
     def abort(self, keys: Collection[Key]) -> list[Completion]:
         """Stop requests and return what they have so far."""
         wanted = set(keys)
@@ -110,7 +110,7 @@ class LocalSampler:
         specs = tensors(self._shape, self._dtype)
         return Layout((tuple(TensorSlice.whole(spec.name, spec.dtype, spec.shape) for spec in specs),))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def receive(self, plan: TransferPlan, version: int, unfinished: Literal["keep", "abort"]) -> None:
         """Copy new weights in place."""
         if self._decoder is None:
@@ -119,7 +119,8 @@ class LocalSampler:
             partials = self.abort(self._in_flight)  # takes what is ready too
             self._ready = partials
             self._in_flight = {completion.key for completion in partials}
-        self._channel.receive(plan, self._decoder.weights)
+        self._channel.receive(plan, self._decoder.tensors)
+        self._decoder.rounded()
         self._version = version
 
     def sleep(self, level: int) -> None:
@@ -128,7 +129,7 @@ class LocalSampler:
             raise ValueError(f"sleep: level must be 1 or 2, not {level}")
         if self._in_flight:
             raise RuntimeError(f"sleep: {len(self._in_flight)} requests are in flight; poll or abort them first")
-        self._cache = None
+        self._cache, self._workers = None, []
         if level == 2:
             self._decoder, self._version = None, None
 
@@ -142,6 +143,7 @@ class LocalSampler:
             self._cache = self._decoder.new_cache(self._capacity, self._positions)
             layers, chosen = len(self._shape.moe_layers), self._shape.num_experts_per_tok
             self._slots = Slots(self._capacity, self._positions, layers, chosen, self._decoder.route_dtype)
+            self._workers = [Worker(self._decoder, self._positions) for _ in range(self._threads)]
 
     def _require_awake(self) -> tuple[BeamDecoder, SlotCache, int]:
         if self._decoder is None or self._cache is None:
@@ -168,77 +170,51 @@ class LocalSampler:
 
     def _step(self) -> None:
         free = self._capacity - len(self._slots.requests)
-        if self._waiting and (free * _ADMIT_SHARE >= self._capacity or not self._slots.requests):
+        if self._waiting and free:
             self._prefill(free)
         else:
             self._decode()
 
     def _prefill(self, free: int) -> None:
-        decoder, cache, _ = self._require_awake()
+        _, cache, _ = self._require_awake()
         admitted = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-        slots = self._slots.admit(admitted, self._seed)
         by_prefix: dict[bytes, list[int]] = {}
-        for slot, request in zip(slots, admitted, strict=True):
+        for slot, request in zip(self._slots.admit(admitted, self._seed), admitted, strict=True):
             by_prefix.setdefault(request.prefix_ids.tobytes(), []).append(slot)
         groups = list(by_prefix.values())
-        prefixes = [self._slots.tokens[group[0], : int(self._slots.length[group[0]])] for group in groups]
-        logits, routes = decoder.prefill(prefixes, groups, cache)
-        for group, part in zip(groups, routes.split([len(prefix) for prefix in prefixes]), strict=True):
-            self._slots.routes[group, : len(part)] = part
-        repeats = torch.tensor([len(group) for group in groups])
-        self._draw(logits.repeat_interleave(repeats, dim=0), torch.tensor([slot for group in groups for slot in group]))
+        shares = [groups[i :: self._threads] for i in range(min(self._threads, len(groups)))]
+        self._share(lambda worker, share: worker.prefill(share, cache, self._slots), shares)
 
     def _decode(self) -> None:
-        decoder, cache, _ = self._require_awake()
-        slots = torch.arange(len(self._slots.requests))
-        at = self._slots.length[: len(slots)] - 1
-        logits, routes = decoder.decode(self._slots.tokens[slots, at], at, cache)
-        self._slots.routes[slots, at] = routes
-        self._draw(logits, slots)
+        _, cache, _ = self._require_awake()
+        active = self._slots.active
+        shares = np.array_split(active, min(self._threads, -(-len(active) // _LEAST_ROWS)))
+        self._share(lambda worker, share: worker.decode(share, cache, self._slots), shares)
 
-    def _draw(self, logits: Tensor, slots: Tensor) -> None:
+    def _share(self, work: Callable[[Worker, Any], Drawn], shares: Sequence[Any]) -> None:
+        """Do each share with a worker of its own, the first in this thread, and take in what was drawn."""
         _, _, version = self._require_awake()
-        if not bool(torch.isfinite(logits).all()):
-            raise FloatingPointError(f"logits under version {version} of the weights are not finite")
-        s = self._slots
-        length = s.length[slots]
-        early = length < s.stop_after[slots]
-        if bool(early.any()):
-            _forbid(logits, early, s.stop_ids[slots])
-        uniform = s.uniforms[slots, length]
-        tokens, logprobs = draw(logits, uniform, s.temperature[slots], s.top_p[slots], s.top_k[slots], s.min_p[slots])
-        stopped, full = s.append(slots, tokens, logprobs, version)
-        ended = {int(slots[i]): bool(stopped[i]) for i in (stopped | full).nonzero().squeeze(1).tolist()}
-        self._ready += [s.completion(slot, "stop" if ended[slot] else "length") for slot in sorted(ended)]
-        self._release(ended)
+        others = [
+            self._pool.submit(work, worker, share) for worker, share in zip(self._workers[1:], shares[1:], strict=False)
+        ]
+        try:
+            drawn = [work(self._workers[0], shares[0]), *(other.result() for other in others)]
+        except NotFiniteError as error:
+            raise FloatingPointError(f"{error} under version {version} of the weights") from error
+        finally:
+            wait(others)  # none may work on behind the back of whoever sees the error
+        slots, tokens, logprobs = (np.concatenate(parts) for parts in zip(*drawn, strict=True))
+        stopped, full = self._slots.append(slots, tokens, logprobs, version)
+        ended = stopped | full
+        finished = list(zip(slots[ended].tolist(), stopped[ended].tolist(), strict=True))
+        self._ready += [self._slots.completion(slot, "stop" if stop else "length") for slot, stop in finished]
+        self._slots.release([slot for slot, _ in finished])
 
     def _end_active(self, keys: set[Key]) -> list[Completion]:
-        slots = [slot for slot, request in enumerate(self._slots.requests) if request.key in keys]
+        slots = [slot for slot, request in self._slots.requests.items() if request.key in keys]
         completions = [self._slots.completion(slot, "abort") for slot in slots]
-        self._release(slots)
+        self._slots.release(slots)
         return completions
-
-    def _release(self, slots: Collection[int]) -> None:
-        for slot in sorted(slots, reverse=True):
-            last = self._slots.release(slot)
-            if last != slot:
-                assert self._cache is not None
-                self._cache.move(last, slot)
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _forbid(logits: Tensor, early: Tensor, stop_ids: Tensor) -> None:
-    rows, columns = (early[:, None] & (stop_ids >= 0)).nonzero(as_tuple=True)
-    logits[rows, stop_ids[rows, columns]] = -torch.inf
 
 
 def _nothing(request: Request) -> Completion:

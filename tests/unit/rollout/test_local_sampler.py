@@ -1,16 +1,39 @@
 """What is the local sampler's own; all else is in the contract of samplers."""
 
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
 
+from beamline.policy.weights import module_layout, named_tensors
+from beamline.records import Key, Request, SamplingParams
 from beamline.rollout.local import LocalSampler
+from beamline.rollout.local.worker import Drawn, NotFiniteError, Worker
 from beamline.transfer.local import LocalChannel
-from tests.tiny_beam import CONTEXT, THETA, beam_shape
+from beamline.transfer.plan import plan
+from tests.tiny_beam import CONTEXT, THETA, VOCAB, beam_shape, random_beam
 
 
-def local_sampler(positions: int = CONTEXT) -> LocalSampler:
-    return LocalSampler(beam_shape(), "float32", THETA, 2, positions, 0, LocalChannel())
+def local_sampler(
+    positions: int = CONTEXT, module: nn.Module | None = None, slots: int = 2, threads: int = 1
+) -> LocalSampler:
+    channel = LocalChannel()
+    sampler = LocalSampler(beam_shape(), "float32", THETA, slots, positions, 0, channel, threads)
+    if module is not None:
+        moves = plan(module_layout(module), sampler.layout("full"))
+        channel.send(moves, named_tensors(module))
+        sampler.receive(moves, 7, "keep")
+    return sampler
+
+
+def requests(count: int, max_tokens: int = 3) -> list[Request]:
+    """Each with a prefix of its own."""
+    params = SamplingParams(max_tokens)
+    return [Request(Key("train", 1, "p", i), np.array([i % VOCAB], np.int32), params) for i in range(count)]
 
 
 def test_sequences_longer_than_the_context_are_an_error() -> None:
@@ -34,3 +57,99 @@ def test_the_cache_cannot_wake_before_the_weights() -> None:
     sampler.sleep(2)
     with pytest.raises(RuntimeError, match=r"wake\(\['weights'\]\) first"):
         sampler.wake(["cache"])
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """What workers are given as it happens: which work, in which thread, how many prefixes or rows."""
+    seen: list[tuple[str, int, int]] = []
+
+    def watch(name: str) -> None:
+        original = getattr(Worker, name)
+
+        def watched(self: Worker, share: Any, *rest: Any) -> Drawn:
+            seen.append((name, threading.get_ident(), len(share)))
+            drawn: Drawn = original(self, share, *rest)
+            return drawn
+
+        monkeypatch.setattr(Worker, name, watched)
+
+    watch("prefill")
+    watch("decode")
+    return seen
+
+
+def of(work: list[tuple[str, int, int]], name: str) -> NDArray[np.int64]:
+    return np.array(sorted(size for kind, _, size in work if kind == name))
+
+
+def test_work_is_shared_out_over_threads(work: list[tuple[str, int, int]]) -> None:
+    sampler = local_sampler(module=random_beam(), slots=26, threads=3)
+    sampler.submit(requests(26, max_tokens=2))
+    assert len(sampler.poll(60.0)) == 26
+    assert of(work, "prefill").tolist() == [8, 9, 9]
+    assert of(work, "decode").tolist() == [8, 9, 9]
+    assert threading.get_ident() in {thread for _, thread, _ in work}  # the one that polls works too
+
+
+@pytest.mark.parametrize(("rows", "shares"), [(1, [1]), (8, [8]), (9, [4, 5]), (16, [8, 8]), (17, [5, 6, 6])])
+def test_few_rows_wake_no_other_thread(work: list[tuple[str, int, int]], rows: int, shares: list[int]) -> None:
+    sampler = local_sampler(module=random_beam(), slots=32, threads=3)
+    sampler.submit(requests(rows, max_tokens=2))
+    assert len(sampler.poll(60.0)) == rows
+    assert of(work, "decode").tolist() == shares
+
+
+def test_a_prefix_that_several_requests_share_is_evaluated_once(work: list[tuple[str, int, int]]) -> None:
+    sampler = local_sampler(module=random_beam(), slots=8)
+    of_two = [Request(r.key, np.array([i % 2], np.int32), r.params) for i, r in enumerate(requests(8, max_tokens=1))]
+    sampler.submit(of_two)
+    assert len(sampler.poll(60.0)) == 8
+    assert of(work, "prefill").tolist() == [2]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("last", [False, True])
+def test_logits_that_are_not_finite_name_the_version(threads: int, last: bool) -> None:
+    """Whichever thread it is that finds them."""
+    module = random_beam()
+    asked = requests(3)
+    broken = int(asked[-1 if last else 0].prefix_ids[0])
+    with torch.no_grad():
+        named_tensors(module)["model.embed_tokens.weight"][broken] = torch.nan
+    sampler = local_sampler(module=module, slots=3, threads=threads)
+    sampler.submit(asked)
+    with pytest.raises(FloatingPointError, match="logits are not finite under version 7 of the weights"):
+        sampler.poll(60.0)
+
+
+def test_an_error_waits_until_no_thread_works_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing, done = threading.Event(), []
+    prefill = Worker.prefill
+
+    def watched(self: Worker, share: Any, *rest: Any) -> Drawn:
+        if threading.current_thread() is threading.main_thread():
+            failing.set()
+            raise NotFiniteError("logits are not finite")
+        failing.wait()
+        drawn = prefill(self, share, *rest)
+        done.append(share)
+        return drawn
+
+    monkeypatch.setattr(Worker, "prefill", watched)
+    sampler = local_sampler(module=random_beam(), threads=2)
+    sampler.submit(requests(2))
+    with pytest.raises(FloatingPointError):
+        sampler.poll(60.0)
+    assert len(done) == 1
+
+
+def test_a_free_slot_is_taken_at_once(work: list[tuple[str, int, int]]) -> None:
+    """One that waits enters with the next step; from then on all are decoded together."""
+    sampler = local_sampler(module=random_beam(), slots=2)
+    first, other, waiting = requests(3, max_tokens=4)
+    short = Request(first.key, first.prefix_ids, SamplingParams(1))
+    sampler.submit([short, other, waiting])
+    assert [c.key for c in sampler.poll(60.0)] == [short.key]
+    assert {c.key for c in sampler.poll(60.0)} == {other.key, waiting.key}
+    assert [(kind, size) for kind, _, size in work] == [("prefill", 2), ("prefill", 1), *3 * [("decode", 2)]]

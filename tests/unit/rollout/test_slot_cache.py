@@ -1,69 +1,96 @@
-import torch
-from torch import Tensor
+"""The cache's layout, through the kernels that fill it."""
 
-from beamline.rollout.local.cache import SlotCache
+import numpy as np
+import pytest
+from numpy.typing import NDArray
 
-SLOTS, WINDOW, POSITIONS = 3, 4, 10
-RING, FULL = 0, 1
+from beamline.kernels.attention import BLOCK, store
+from beamline.rollout.local.cache import SlotCache, whole_blocks
 
-
-def cache() -> SlotCache:
-    return SlotCache(SLOTS, [WINDOW, POSITIONS], kv_heads=2, head_dim=3, dtype=torch.float32)
-
-
-def marked(slots: list[int], positions: list[int]) -> Tensor:
-    """Keys ``[N, KV, d]`` that say which slot and position they are of."""
-    marks = torch.tensor([100.0 * slot + position for slot, position in zip(slots, positions, strict=True)])
-    return marks[:, None, None].expand(-1, 2, 3)
+SLOTS, KV_HEADS, SIZE = 3, 2, 3
+RING, FULL = 0, 1  # layers, of one block and of three
+PLACES, POSITIONS = BLOCK, 3 * BLOCK
 
 
-def write(target: SlotCache, layer: int, slots: list[int], positions: list[int]) -> None:
-    key = marked(slots, positions)
-    target.write(layer, torch.tensor(slots), torch.tensor(positions), key, -key)
+def cache(slots: int = SLOTS) -> SlotCache:
+    return SlotCache(slots, [PLACES - 5, POSITIONS], KV_HEADS, SIZE)
 
 
-def test_a_full_layer_has_a_place_for_every_position() -> None:
-    full = cache()
-    write(full, FULL, [1] * 6, list(range(6)))
-    keys, values = full.read(FULL, 2, 6)
-    assert keys.shape == (2, 2, 6, 3)
-    assert torch.equal(keys[1, 0, :, 0], torch.arange(100.0, 106.0))
-    assert torch.equal(values, -keys)
-    assert not keys[0].any()
+def unrung() -> SlotCache:
+    return SlotCache(1, [POSITIONS, POSITIONS], KV_HEADS, SIZE)
 
 
-def test_a_ring_holds_the_newest_positions_at_their_remainders() -> None:
-    ring = cache()
-    for position in range(7):
-        write(ring, RING, [0, 2], [position, position])
-    keys, values = ring.read(RING, 3, 7)
-    assert keys[0, 1, :, 2].tolist() == [4, 5, 6, 3]
-    assert keys[2, 1, :, 2].tolist() == [204, 205, 206, 203]
-    assert torch.equal(values, -keys)
+def marks(layer: int, positions: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Keys ``[rows, KV * d]`` that say which layer, position, head and dimension they are of."""
+    of_row = np.arange(KV_HEADS * SIZE) / 100
+    return (1000 * (layer + 1) + positions[:, None] + of_row).astype(np.float32)
 
 
-def test_no_more_places_are_read_than_positions_can_fill() -> None:
-    target = cache()
-    read = [[target.read(layer, 1, n)[0].shape[2] for layer in (RING, FULL)] for n in (1, 4, 5, 10)]
-    assert read == [[1, 1], [4, 4], [4, 5], [4, 10]]
-    assert [target.places(RING), target.places(FULL)] == [WINDOW, POSITIONS]
-
-
-def test_slots_at_different_positions_are_written_together() -> None:
-    target = cache()
-    write(target, RING, [0, 1, 2], [5, 0, 3])
-    keys, _ = target.read(RING, 3, 6)
-    assert keys[0, 0, :, 0].tolist() == [0, 5, 0, 0]
-    assert keys[1, 0, :, 0].tolist() == [100, 0, 0, 0]
-    assert keys[2, 0, :, 0].tolist() == [0, 0, 0, 203]
-
-
-def test_a_move_copies_all_layers_and_leaves_the_rest() -> None:
-    target = cache()
+def write(target: SlotCache, slot: int, length: int) -> None:
+    """Keys of a whole sequence to both layers, with minus the keys as values."""
+    positions = np.arange(length)
     for layer in (RING, FULL):
-        write(target, layer, [0, 1, 2], [1, 1, 1])
-    target.move(2, 0)
+        keys = marks(layer, positions)
+        store(
+            target.keys, target.values, target.at[layer], target.places[layer], keys, -keys, 0,
+            np.full(length, slot), positions, KV_HEADS, SIZE,
+        )  # fmt: skip
+
+
+def read(target: SlotCache, layer: int, slot: int, slots: int = SLOTS) -> NDArray[np.float32]:
+    """Keys of a slot by place, ``[places, KV * d]``; values must be minus them."""
+    places = target.places[layer]
+    where = slice(target.at[layer], target.at[layer] + slots * KV_HEADS * places * SIZE)
+    keys = target.keys[where].reshape(slots, KV_HEADS, places // BLOCK, SIZE, BLOCK)[slot]
+    values = target.values[where].reshape(slots, KV_HEADS, places, SIZE)[slot]
+    by_place: NDArray[np.float32] = keys.transpose(1, 3, 0, 2).reshape(places, -1)
+    assert np.array_equal(values.transpose(1, 0, 2).reshape(places, -1), -by_place)
+    return by_place
+
+
+@pytest.mark.parametrize(("asked", "places"), [(1, 16), (15, 16), (16, 16), (17, 32), (96, 96)])
+def test_places_come_in_whole_blocks(asked: int, places: int) -> None:
+    assert whole_blocks(asked) == places
+
+
+def test_layers_lie_one_after_the_other() -> None:
+    target = cache()
+    assert target.places.tolist() == [PLACES, POSITIONS]
+    assert target.at.tolist() == [0, SLOTS * KV_HEADS * PLACES * SIZE]
+    assert len(target.keys) == len(target.values) == SLOTS * KV_HEADS * (PLACES + POSITIONS) * SIZE
+
+
+@pytest.mark.parametrize("length", [1, 5, PLACES - 1, PLACES, PLACES + 1, 2 * PLACES + 7, POSITIONS])
+def test_filling_gives_what_storing_would_have(length: int) -> None:
+    """In a ring the newest positions at their remainders, in a full layer all of them."""
+    source, filled, stored = unrung(), cache(), cache()
+    write(source, 0, length)
+    filled.fill(source, length, np.array([1]))
+    write(stored, 1, length)
+    assert np.array_equal(filled.keys, stored.keys)
+    assert np.array_equal(filled.values, stored.values)
+    newest = np.arange(max(0, length - PLACES), length)
+    assert np.array_equal(read(filled, RING, 1)[newest % PLACES], marks(RING, newest))
+    assert np.array_equal(read(filled, FULL, 1)[:length], marks(FULL, np.arange(length)))
+
+
+def test_filling_several_slots_leaves_the_others() -> None:
+    source, target = unrung(), cache()
+    write(source, 0, 40)
+    write(target, 1, 20)
+    before = [read(target, layer, 1).copy() for layer in (RING, FULL)]
+    target.fill(source, 40, np.array([2, 0]))
     for layer in (RING, FULL):
-        keys, values = target.read(layer, 3, 2)
-        assert keys[:, 0, 1, 0].tolist() == [201, 101, 201]
-        assert values[:, 0, 1, 0].tolist() == [-201, -101, -201]
+        assert np.array_equal(read(target, layer, 0), read(target, layer, 2))
+        assert np.array_equal(read(target, layer, 1), before[layer])
+        assert not np.array_equal(read(target, layer, 0), before[layer])
+
+
+def test_filling_takes_no_more_than_the_length() -> None:
+    """What an earlier, longer sequence left in the source stays there."""
+    source, target = unrung(), cache()
+    write(source, 0, POSITIONS)
+    target.fill(source, 4, np.array([0]))
+    for layer in (RING, FULL):
+        assert np.array_equal(read(target, layer, 0)[:4], marks(layer, np.arange(4)))
+        assert not read(target, layer, 0)[4:].any()

@@ -2,13 +2,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch import Tensor
 
-from beamline.rollout.local.draw import draw
+from beamline.kernels.vocabulary import sample_rows, soft_cap
+from tests.exact import Floats, bits
 from tests.filters import sampled_from
 
 V = 40
@@ -35,21 +34,34 @@ PARAMS: list[dict[str, Any]] = [
 ]
 
 
-def random_logits(rows: int, scale: float = 2.0) -> Tensor:
-    return torch.randn(rows, V, generator=torch.Generator().manual_seed(rows)) * scale
+def random_logits(rows: int, scale: float = 2.0) -> Floats:
+    return np.random.default_rng(rows).normal(0, scale, (rows, V)).astype(np.float32)
 
 
-def draw_with(logits: Tensor, uniforms: Any, params: list[dict[str, Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
-    columns = {name: torch.tensor([p[name] for p in params]) for name in OFF}
-    tokens, logprobs = draw(
-        logits,
-        torch.as_tensor(uniforms, dtype=torch.float64),
-        columns["temperature"].float(),
-        columns["top_p"].float(),
-        columns["top_k"],
-        columns["min_p"].float(),
-    )
-    return tokens.numpy(), logprobs.numpy()
+def draw_with(
+    logits: Any, uniforms: Any, params: list[dict[str, Any]], early: Any = False, stop_ids: Any = ((-1,),)
+) -> tuple[NDArray[np.int64], Floats]:
+    """Tokens and log-probabilities of rows; ``early`` and ``stop_ids`` are of all rows, or of each."""
+    rows = np.array(logits, np.float32)
+    n, width = rows.shape
+    column = {name: np.array([p[name] for p in params]) for name in OFF}
+    stops = np.array(stop_ids)
+    tokens, logprobs = np.empty(n, np.int64), np.empty(n, np.float32)
+    sample_rows(
+        rows, np.broadcast_to(stops, (n, stops.shape[1])).copy(), np.broadcast_to(early, n).copy(),
+        np.array(uniforms, np.float64), column["temperature"].astype(np.float32), column["top_p"].astype(np.float32),
+        column["top_k"], column["min_p"].astype(np.float32), np.empty(width, np.float32), np.ones(width, np.float32),
+        tokens, logprobs,
+    )  # fmt: skip
+    return tokens, logprobs
+
+
+def test_the_soft_cap_bends_logits() -> None:
+    """The tanh is off by at most 3 units in the last place, and its argument and the result are rounded once each."""
+    logits = np.linspace(-200, 200, 1001, dtype=np.float32)
+    capped = logits.copy()
+    soft_cap(capped, 30.0)
+    np.testing.assert_allclose(capped, 30 * np.tanh(logits.astype(np.float64) / 30), rtol=5 * 2**-23)
 
 
 def test_tokens_invert_the_written_cumulative_distribution() -> None:
@@ -58,7 +70,7 @@ def test_tokens_invert_the_written_cumulative_distribution() -> None:
     logits = random_logits(len(params))
     uniforms = np.random.default_rng(0).random(len(params))
     tokens, logprobs = draw_with(logits, uniforms, params)
-    for row, u, p, token, logprob in zip(logits.numpy(), uniforms, params, tokens, logprobs, strict=True):
+    for row, u, p, token, logprob in zip(logits, uniforms, params, tokens, logprobs, strict=True):
         probs = sampled_from(row, **p)
         assert token == np.searchsorted(np.cumsum(probs), u, side="right"), p
         assert logprob == pytest.approx(np.log(probs[token]), abs=1e-5), p
@@ -68,8 +80,8 @@ def test_tokens_invert_the_written_cumulative_distribution() -> None:
 def test_evenly_spread_uniforms_draw_every_token_as_often_as_it_is_likely(params: dict[str, Any]) -> None:
     n = 5000
     logits = random_logits(1)
-    tokens, _ = draw_with(logits.expand(n, V), (np.arange(n) + 0.5) / n, [params] * n)
-    expected = n * sampled_from(logits[0].numpy(), **params)
+    tokens, _ = draw_with(logits.repeat(n, axis=0), (np.arange(n) + 0.5) / n, [params] * n)
+    expected = n * sampled_from(logits[0], **params)
     assert np.abs(np.bincount(tokens, minlength=V) - expected).max() <= 1 + 1e-3
 
 
@@ -82,7 +94,7 @@ def test_evenly_spread_uniforms_draw_every_token_as_often_as_it_is_likely(params
 )
 def test_no_forbidden_token_is_drawn(row: list[float], params: dict[str, Any], uniform: float) -> None:
     """At the ends of the uniforms too, and where equal or impossible tokens lie at the ends of the vocabulary."""
-    (token,), (logprob,) = draw_with(torch.tensor([row]), [uniform], [params])
+    (token,), (logprob,) = draw_with([row], [uniform], [params])
     probs = sampled_from(np.array(row), **params)
     assert probs[token] > 0
     assert logprob == pytest.approx(np.log(probs[token]), abs=1e-5)
@@ -91,7 +103,7 @@ def test_no_forbidden_token_is_drawn(row: list[float], params: dict[str, Any], u
 @pytest.mark.parametrize(("uniform", "expected"), [(0.0, 2), (LAST, 5)])
 def test_the_ends_of_the_uniforms_are_the_first_and_last_possible_tokens(uniform: float, expected: int) -> None:
     row = [-np.inf, -np.inf, 0.0, 0.0, -np.inf, 0.0, -np.inf]
-    (token,), _ = draw_with(torch.tensor([row]), [uniform], [OFF])
+    (token,), _ = draw_with([row], [uniform], [OFF])
     assert token == expected
 
 
@@ -120,7 +132,34 @@ def test_temperature_0_takes_the_most_likely_token_for_certain() -> None:
     ],
 )
 def test_what_a_filter_allows(change: dict[str, Any], allowed: list[int]) -> None:
-    logits = torch.tensor([[2 / 7, 2 / 7, 2 / 7, 1 / 7]]).log()
+    logits = np.log([[2 / 7, 2 / 7, 2 / 7, 1 / 7]])
     n = 200
-    tokens, _ = draw_with(logits.expand(n, 4), (np.arange(n) + 0.5) / n, [OFF | change] * n)
+    tokens, _ = draw_with(logits.repeat(n, axis=0), (np.arange(n) + 0.5) / n, [OFF | change] * n)
     assert sorted(set(tokens.tolist())) == allowed
+
+
+@pytest.mark.parametrize("params", [OFF, OFF | {"temperature": 0.0}, OFF | {"top_k": 3}], ids=str)
+def test_stop_tokens_of_early_rows_are_forbidden(params: dict[str, Any]) -> None:
+    """A row's own ones, and only while it is early; -1 stands for none."""
+    n = 600
+    row = np.log([[0.5, 0.3, 0.1, 0.1]])
+    early, stop_ids = np.arange(n) % 3 > 0, np.where(np.arange(n)[:, None] % 3 == 1, [0, -1], [0, 1])
+    tokens, logprobs = draw_with(row.repeat(n, axis=0), np.arange(n) / n, [params] * n, early, stop_ids)
+    for kind, first in enumerate([0, 1, 2]):
+        rest = row[0].copy()
+        rest[:first] = -np.inf
+        drawn, its_logprobs = tokens[kind::3], logprobs[kind::3]
+        if params["temperature"] == 0:
+            assert set(drawn.tolist()) == {first}
+        else:
+            probs = sampled_from(rest, **params)
+            assert set(drawn.tolist()) == set(np.flatnonzero(probs).tolist())
+            np.testing.assert_allclose(its_logprobs, np.log(probs[drawn]), atol=1e-6)
+
+
+def test_a_row_has_the_same_bits_alone() -> None:
+    logits, uniforms = random_logits(len(PARAMS)), np.random.default_rng(0).random(len(PARAMS))
+    tokens, logprobs = draw_with(logits, uniforms, PARAMS)
+    for i, params in enumerate(PARAMS):
+        token, logprob = draw_with(logits[i : i + 1], uniforms[i : i + 1], [params])
+        assert (token[0], bits(logprob)[0]) == (tokens[i], bits(logprobs)[i]), params

@@ -1,0 +1,143 @@
+"""Routing, and the products of each expert with the rows that chose it."""
+
+from typing import Any
+
+import numpy as np
+
+from beamline.kernels.arithmetic import rounded, sigmoid
+from beamline.kernels.compiled import kernel
+from beamline.kernels.linear import product
+from beamline.kernels.rows import round_rows, swiglu
+
+_LOWEST = np.float32(-np.inf)
+
+
+@kernel
+def choose(
+    scores: Any, bias: Any, groups: int, best_groups: int, normalize: bool, chosen: Any, weights: Any,
+) -> None:  # fmt: skip
+    """Beam's router on logits ``scores [rows, E]``, which become sigmoids: experts ``[rows, K]`` and their weights.
+
+    A group of experts is judged by the sum of its 2 best choices (score + bias); the best groups stay, and of their
+    experts the K best, best first. Of equal ones the first wins. Weights are scores without bias, over their sum.
+    """
+    E, K = scores.shape[1], chosen.shape[1]
+    size = E // groups
+    choice, by_group = np.empty(E, np.float32), np.empty(groups, np.float32)
+    for i in range(len(scores)):
+        for e in range(E):
+            scores[i, e] = sigmoid(scores[i, e])
+            choice[e] = scores[i, e] + bias[e]
+        for g in range(groups):
+            best, second = _LOWEST, _LOWEST
+            for e in range(g * size, (g + 1) * size):
+                if choice[e] > best:
+                    best, second = choice[e], best
+                elif choice[e] > second:
+                    second = choice[e]
+            by_group[g] = best + second
+        for _ in range(groups - best_groups):
+            worst = groups - 1
+            for g in range(groups - 1, -1, -1):
+                if by_group[g] < by_group[worst]:
+                    worst = g
+            by_group[worst] = np.inf
+            choice[worst * size : (worst + 1) * size] = _LOWEST
+        for k in range(K):
+            best_expert = 0
+            for e in range(E):
+                if choice[e] > choice[best_expert]:
+                    best_expert = e
+            chosen[i, k] = best_expert
+            choice[best_expert] = _LOWEST
+    weigh(scores, chosen, normalize, weights)
+
+
+@kernel
+def weigh(scores: Any, chosen: Any, normalize: bool, weights: Any) -> None:
+    """Weights of the chosen experts: their scores, over their sum + 1e-20 if normalized."""
+    K = chosen.shape[1]
+    for i in range(len(chosen)):
+        total = np.float32(0)
+        for k in range(K):
+            total += scores[i, chosen[i, k]]
+        for k in range(K):
+            score = scores[i, chosen[i, k]]
+            weights[i, k] = score / (total + np.float32(1e-20)) if normalize else score
+
+
+@kernel
+def sort_by_expert(chosen: Any, ends: Any, order: Any) -> None:
+    """Choices ``row * K + k`` in the order of their experts: expert e has ``order[ends[e - 1]:ends[e]]``."""
+    K = chosen.shape[1]
+    ends[:] = 0
+    for i in range(len(chosen)):
+        for k in range(K):
+            ends[chosen[i, k]] += 1
+    total = 0
+    for e in range(len(ends)):
+        total, ends[e] = total + ends[e], total
+    for i in range(len(chosen)):
+        for k in range(K):
+            e = chosen[i, k]
+            order[ends[e]] = i * K + k
+            ends[e] += 1
+
+
+@kernel
+def expert_products(
+    x: Any, choices: int, gate_up: Any, gate_up_at: int, down: Any, down_at: int, ends: Any, order: Any,
+    rows: Any, wide: Any, inner: Any, outer: Any, first: int, last: int, bf16: bool,
+) -> None:  # fmt: skip
+    """SwiGLU of each chosen expert: ``outer[p] = expert(x[order[p] // choices])`` for the sorted choices first..last.
+
+    Weights are ``gate_up [E, D, 2 I]`` and ``down [E, I, D]`` from the given offsets. ``wide`` and ``inner``, with a
+    row for each choice, are what lies between. ``rows`` is scratch, as many rows as choices are asked for.
+    """
+    D, I = x.shape[1], inner.shape[1]  # noqa: E741
+    begin = first
+    for e in range(len(ends)):
+        end = min(ends[e], last)
+        if end > begin:
+            for p in range(begin, end):
+                source, target = x[order[p] // choices], rows[p - first]
+                for j in range(D):
+                    target[j] = source[j]
+            count = end - begin
+            w = gate_up_at + e * D * 2 * I
+            product(rows.reshape(-1), (begin - first) * D, D, gate_up, w, 2 * I, wide.reshape(-1), begin * 2 * I, 2 * I,
+                    count, 2 * I, D, False)  # fmt: skip
+            round_rows(wide[begin:end], bf16)
+            swiglu(wide[begin:end], inner[begin:end], bf16)
+            product(inner.reshape(-1), begin * I, I, down, down_at + e * I * D, D, outer.reshape(-1), begin * D, D,
+                    count, D, I, False)  # fmt: skip
+            round_rows(outer[begin:end], bf16)
+            begin = end
+
+
+@kernel
+def invert(order: Any, place: Any) -> None:
+    """``place[order[p]] = p``: where each choice stands among the sorted ones."""
+    for p in range(len(order)):
+        place[order[p]] = p
+
+
+@kernel
+def gather_experts(outer: Any, place: Any, weights: Any, factor: float, y: Any, bf16: bool) -> None:
+    """``y[i] = factor * sum_k weights[i, k] * outer[place[i, k]]``, summed over a row's choices in their order.
+
+    ``place`` is flat, ``[rows * K]``.
+    """
+    K, D = weights.shape[1], y.shape[1]
+    for i in range(len(y)):
+        total = y[i]
+        for k in range(K):
+            part, weight = outer[place[i * K + k]], weights[i, k]
+            if k == 0:
+                for j in range(D):
+                    total[j] = part[j] * weight
+            else:
+                for j in range(D):
+                    total[j] = total[j] + part[j] * weight
+        for j in range(D):
+            total[j] = rounded(rounded(total[j], bf16) * np.float32(factor), bf16)

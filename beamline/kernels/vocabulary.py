@@ -1,0 +1,120 @@
+"""From logits to log-probabilities and drawn tokens."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from beamline.kernels.arithmetic import dot, exp, tanh
+from beamline.kernels.compiled import kernel
+
+_LOWEST = np.float32(-np.inf)
+
+
+@kernel
+def soft_cap(logits: Any, cap: float) -> None:
+    """``cap * tanh(logits / cap)`` in place, on a flat run."""
+    limit = np.float32(cap)
+    for j in range(len(logits)):
+        logits[j] = tanh(logits[j] / limit) * limit
+
+
+@kernel
+def temper(row: Any, temperature: Any, probs: Any, ones: Any) -> tuple[Any, Any]:
+    """Divide logits by the temperature, in place, and set ``probs = exp(logit - largest)``.
+
+    Returns the largest logit and the logarithm of the sum of ``probs``. ``ones`` are as many ones as the row is long.
+    """
+    largest = _LOWEST
+    for v in range(len(row)):
+        row[v] = row[v] / temperature
+        largest = max(largest, row[v])
+    for v in range(len(row)):
+        probs[v] = exp(row[v] - largest)
+    total = dot(probs, 0, ones, 0, len(row))
+    return largest, np.float32(math.log(np.float64(total)))
+
+
+@kernel
+def score_rows(
+    logits: Any, targets: Any, temperature: Any, probs: Any, ones: Any, logprobs: Any, entropies: Any
+) -> None:
+    """Log-probability of each row's target, and entropy of its distribution; capped logits are overwritten.
+
+    ``H = log(sum) + largest - sum(p l) / sum`` for ``p = exp(l - largest)``.
+    """
+    for i in range(len(logits)):
+        row = logits[i]
+        largest, log_total = temper(row, temperature[i], probs, ones)
+        logprobs[i] = row[targets[i]] - largest - log_total
+        V = len(row)
+        entropies[i] = log_total + largest - dot(probs, 0, row, 0, V) / dot(probs, 0, ones, 0, V)
+
+
+@kernel
+def draw(row: Any, probs: Any, uniform: Any) -> Any:
+    """The token at which the cumulated probabilities, in double precision, pass ``uniform`` of their sum."""
+    total = 0.0
+    for v in range(len(row)):
+        total += np.float64(probs[v])
+    target, reached, last = uniform * total, 0.0, 0
+    for v in range(len(row)):
+        if probs[v] > 0:
+            reached += np.float64(probs[v])
+            last = v
+            if reached > target:
+                return v
+    return last
+
+
+@kernel
+def sample(row: Any, probs: Any, ones: Any, uniform: Any, temperature: Any, top_p: Any, top_k: int, min_p: Any) -> Any:
+    """A token of one row of logits (which is overwritten), and its log-probability under what it was drawn from.
+
+    A temperature of 0 takes the most likely token, with log-probability 0. Filters apply to the tempered distribution
+    in the order min-p, top-k, top-p (vLLM's), each to the renormalized result of the one before it.
+    """
+    if temperature == 0:
+        return np.argmax(row), np.float32(0)
+    largest, log_total = temper(row, temperature, probs, ones)
+    if top_k > 0 or top_p < 1 or min_p > 0:
+        _filter(probs, top_p, top_k, min_p)
+        log_total = np.float32(math.log(np.float64(dot(probs, 0, ones, 0, len(row)))))
+    token = draw(row, probs, uniform)
+    return token, row[token] - largest - log_total
+
+
+@kernel
+def sample_rows(
+    logits: Any, stop_ids: Any, early: Any, uniforms: Any, temperature: Any, top_p: Any, top_k: Any, min_p: Any,
+    probs: Any, ones: Any, tokens: Any, logprobs: Any,
+) -> None:  # fmt: skip
+    """:func:`sample` for each row; where it is ``early``, the row's ``stop_ids`` (-1 = none) are forbidden."""
+    for i in range(len(logits)):
+        if early[i]:
+            for stop in stop_ids[i]:
+                if stop >= 0:
+                    logits[i, stop] = _LOWEST
+        tokens[i], logprobs[i] = sample(
+            logits[i], probs, ones, uniforms[i], temperature[i], top_p[i], top_k[i], min_p[i]
+        )
+
+
+@kernel
+def _filter(probs: Any, top_p: Any, top_k: int, min_p: Any) -> None:
+    """Set the probabilities of tokens that the filters forbid to 0; the most likely token always stays."""
+    order = np.argsort(-probs, kind="mergesort")
+    V = len(probs)
+    kept = min(top_k, V) if top_k > 0 else V
+    floor = np.float64(min_p) * np.float64(probs[order[0]])
+    while kept > 1 and np.float64(probs[order[kept - 1]]) < floor:
+        kept -= 1
+    total = 0.0
+    for i in range(kept):
+        total += np.float64(probs[order[i]])
+    before = 0.0
+    for i in range(V):
+        allowed = i < kept and (i == 0 or top_p >= 1 or before / total < top_p)
+        before += np.float64(probs[order[i]])
+        if not allowed:
+            probs[order[i]] = 0

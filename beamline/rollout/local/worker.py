@@ -1,0 +1,96 @@
+"""One thread's share of the work: rows through the model, and the tokens drawn from them.
+
+A row's result does not depend on which rows are beside it (see :mod:`beamline.kernels`), so how the rows are shared
+out is free.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from beamline.kernels.vocabulary import sample_rows, soft_cap
+from beamline.rollout.local.beam import BeamDecoder, Floats, forward, project
+from beamline.rollout.local.cache import SlotCache
+from beamline.rollout.local.slots import Slots
+
+ROWS = 128  # evaluated at a time: their activations stay in a core's own cache
+
+
+Drawn = tuple[NDArray[np.int64], NDArray[np.int64], Floats]  # slots, their tokens and log-probabilities
+
+
+class NotFiniteError(FloatingPointError):
+    """A logit is infinite or not a number."""
+
+
+class Worker:
+    """Activations and a scratch cache for prefixes; used by one thread at a time."""
+
+    def __init__(self, decoder: BeamDecoder, positions: int) -> None:
+        shape = decoder.shape
+        self._decoder = decoder
+        self._space = decoder.new_workspace(ROWS, positions)
+        self._prefix = SlotCache(1, [positions] * shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim)
+        self._logits = np.empty((ROWS, shape.vocab_size), np.float32)
+        self._probs, self._ones = np.empty(shape.vocab_size, np.float32), np.ones(shape.vocab_size, np.float32)
+
+    def prefill(self, groups: Sequence[Sequence[int]], cache: SlotCache, slots: Slots) -> Drawn:
+        """Evaluate the prefix that all slots of a group begin with, once a group; draw a token for each slot."""
+        return _joined([self._prefill(np.array(group), cache, slots) for group in groups])
+
+    def _prefill(self, group: NDArray[np.int64], cache: SlotCache, slots: Slots) -> Drawn:
+        prefix = slots.tokens[group[0], : slots.length[group[0]]]
+        routes = np.empty((len(prefix), *slots.routes.shape[2:]), slots.routes.dtype)
+        for start in range(0, len(prefix), ROWS):
+            rows = np.arange(start, min(start + ROWS, len(prefix)))
+            hidden = self._forward(prefix[rows], rows, np.zeros_like(rows), self._prefix, routes[start : start + ROWS])
+        cache.fill(self._prefix, len(prefix), group)
+        slots.routes[group, : len(prefix)] = routes
+        last = hidden[-1:].copy()
+        return _joined([self._draw(last.repeat(len(block), axis=0), block, slots) for block in _blocks(group)])
+
+    def decode(self, taken: NDArray[np.int64], cache: SlotCache, slots: Slots) -> Drawn:
+        """Evaluate the newest token of each slot and draw the next one."""
+        return _joined([self._decode(block, cache, slots) for block in _blocks(taken)])
+
+    def _decode(self, block: NDArray[np.int64], cache: SlotCache, slots: Slots) -> Drawn:
+        at = slots.length[block] - 1
+        routes = np.empty((len(block), *slots.routes.shape[2:]), slots.routes.dtype)
+        hidden = self._forward(slots.tokens[block, at], at, block, cache, routes)
+        slots.routes[block, at] = routes
+        return self._draw(hidden, block, slots)
+
+    def _forward(
+        self, token_ids: NDArray[np.int32], positions: NDArray[np.int64], taken: NDArray[np.int64], cache: SlotCache,
+        routes: NDArray[np.unsignedinteger],
+    ) -> Floats:  # fmt: skip
+        hidden: Floats = forward(
+            self._decoder.weights, self._decoder.traits, self._space, cache.keys, cache.values, cache.at, cache.places,
+            token_ids, positions, taken, routes,
+        )  # fmt: skip
+        return hidden
+
+    def _draw(self, hidden: Floats, taken: NDArray[np.int64], slots: Slots) -> Drawn:
+        logits = self._logits[: len(taken)]
+        project(self._decoder.weights, hidden, logits)
+        if not np.isfinite(logits).all():
+            raise NotFiniteError("logits are not finite")
+        soft_cap(logits.reshape(-1), self._decoder.traits.cap)
+        tokens, logprobs = np.empty(len(taken), np.int64), np.empty(len(taken), np.float32)
+        length = slots.length[taken]
+        sample_rows(
+            logits, slots.stop_ids[taken], length < slots.stop_after[taken], slots.uniforms[taken, length],
+            slots.temperature[taken], slots.top_p[taken], slots.top_k[taken], slots.min_p[taken],
+            self._probs, self._ones, tokens, logprobs,
+        )  # fmt: skip
+        return taken, tokens, logprobs
+
+
+def _blocks(slots: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    return [slots[start : start + ROWS] for start in range(0, len(slots), ROWS)]
+
+
+def _joined(drawn: Sequence[Drawn]) -> Drawn:
+    slots, tokens, logprobs = (np.concatenate(parts) for parts in zip(*drawn, strict=True))
+    return slots, tokens, logprobs

@@ -1,0 +1,115 @@
+"""The module on the sampler's kernels, against the module on torch's operations."""
+
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from beamline.policy import head, model, parity
+from beamline.policy.attention import Packing
+from tests.tiny_beam import VOCAB, random_beam
+
+LENGTHS = [5, 40, 1, 17, 39, 2, 8, 9, 1, 30, 96, 16, 32]  # around the window of 8 and blocks of 16
+BORDERS = [0, *np.cumsum(LENGTHS).tolist()]
+GENERATOR = torch.Generator().manual_seed(0)
+IDS, TARGETS = (torch.randint(VOCAB, (BORDERS[-1],), generator=GENERATOR) for _ in range(2))
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])
+TEMPERATURE = torch.rand(BORDERS[-1], generator=GENERATOR) + 0.5
+DIRECTION = torch.randn(BORDERS[-1], generator=GENERATOR)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "other experts": {"num_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    "plain gate weights": {"norm_topk_prob": False, "num_key_value_heads": 4},
+    "dense, odd sizes": {"mlp_layer_types": ["dense"] * 3, "sliding_window": 17, "intermediate_size": 37},
+    "one expert a token": {"num_experts_per_tok": 1, "topk_group": 1},
+    "odd heads": {"head_dim": 10, "num_attention_heads": 3, "num_key_value_heads": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "_ROWS", 40)
+
+
+def scores(module: nn.Module, path: Any = parity, borders: list[int] = BORDERS) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of the first rows of the batch."""
+    N = borders[-1]
+    hidden = path.hidden_states(module, IDS[:N], POSITIONS[:N], Packing.of(borders))
+    score = parity.head_logprobs if path is parity else head.head_logprobs
+    weight = cast(Any, module).lm_head.weight
+    return score(hidden, weight, TARGETS[:N], TEMPERATURE[:N], 30.0, 50)
+
+
+def gradients(module: nn.Module, path: Any) -> dict[str, Tensor]:
+    module.zero_grad()
+    (scores(module, path)[0] * DIRECTION).sum().backward()
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+@torch.no_grad()
+def test_logprobs_and_entropies_are_those_of_the_module(changes: dict[str, Any]) -> None:
+    """As near as two float32 paths are: logits reach 20, so that one unit in the last place is 2e-6."""
+    for ours, theirs in zip(*(scores(random_beam(**changes), path) for path in (parity, model)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_gradients_are_those_of_the_module(changes: dict[str, Any]) -> None:
+    ours, theirs = (gradients(random_beam(**changes), path) for path in (parity, model))
+    assert ours.keys() == theirs.keys()
+    scale = max(float(gradient.abs().max()) for gradient in theirs.values())
+    for name, gradient in theirs.items():
+        error = (ours[name] - gradient).norm() / max(float(gradient.norm()), 1e-3 * scale)
+        assert error < 5e-5, f"{name}: {error:.1e}"  # float32 sums over 300 rows that cancel in part
+
+
+def test_gradients_are_at_least_as_near_to_double_precision_as_those_of_the_module() -> None:
+    exact_module = random_beam().double()
+    cast(Any, exact_module).set_experts_implementation("eager")  # torch has no grouped matmul in double precision
+    exact = gradients(exact_module, model)
+    ours, theirs = (gradients(random_beam(), path) for path in (parity, model))
+    errors = {
+        which: sum(float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact)
+        for which, found in (("ours", ours), ("theirs", theirs))
+    }
+    assert errors["ours"] < 1.5 * errors["theirs"]
+
+
+@torch.no_grad()
+def test_a_sequence_has_the_same_bits_alone_and_among_others() -> None:
+    module = random_beam()
+    together, _ = scores(module)
+    for a, b in pairwise(BORDERS):
+        hidden = parity.hidden_states(module, IDS[a:b], POSITIONS[a:b], Packing.of([0, b - a]))
+        weight = cast(Any, module).lm_head.weight
+        alone, _ = parity.head_logprobs(hidden, weight, TARGETS[a:b], TEMPERATURE[a:b], 30.0, 7)
+        assert torch.equal(alone, together[a:b])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_logprobs_do_not_depend_on_threads(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    expected, _ = scores(random_beam())
+    torch.set_num_threads(threads)
+    actual, _ = scores(random_beam())
+    torch.set_num_threads(before)
+    assert torch.equal(actual, expected)
+
+
+def test_activation_checkpointing_gives_the_same_gradient() -> None:
+    module, recomputing = random_beam().train(), random_beam().train()
+    cast(Any, recomputing).gradient_checkpointing_enable({"use_reentrant": False})
+    expected, actual = gradients(module, parity), gradients(recomputing, parity)
+    for name, gradient in expected.items():
+        assert torch.equal(actual[name], gradient), name
+
+
+@pytest.mark.parametrize("convert", [nn.Module.double, nn.Module.bfloat16])
+def test_another_type_is_an_error(convert: Any) -> None:
+    with pytest.raises(ValueError, match=r"policy\.parity=true needs a float32 model on a CPU"):
+        scores(convert(random_beam()))
