@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from beamline.kernels.arithmetic import dot, exp, tanh
 from beamline.kernels.compiled import kernel
@@ -67,18 +68,26 @@ def draw(row: Any, probs: Any, uniform: Any) -> Any:
     return last
 
 
+def likeliest_first(logits: NDArray[np.float32]) -> NDArray[np.int64]:
+    """The tokens of each row, that with the largest logit first; of equal ones the first."""
+    return np.argsort(-logits, axis=1, kind="stable")
+
+
 @kernel
-def sample(row: Any, probs: Any, ones: Any, uniform: Any, temperature: Any, top_p: Any, top_k: int, min_p: Any) -> Any:
+def sample(
+    row: Any, order: Any, probs: Any, ones: Any, uniform: Any, temperature: Any, top_p: Any, top_k: int, min_p: Any
+) -> Any:
     """A token of one row of logits (which is overwritten), and its log-probability under what it was drawn from.
 
     A temperature of 0 takes the most likely token, with log-probability 0. Filters apply to the tempered distribution
-    in the order min-p, top-k, top-p (vLLM's), each to the renormalized result of the one before it.
+    in the order min-p, top-k, top-p (vLLM's), each to the renormalized result of the one before it. For them ``order``
+    has the tokens with the largest logit first.
     """
     if temperature == 0:
         return np.argmax(row), np.float32(0)
     largest, log_total = temper(row, temperature, probs, ones)
     if top_k > 0 or top_p < 1 or min_p > 0:
-        _filter(probs, top_p, top_k, min_p)
+        _filter(probs, order, top_p, top_k, min_p)
         log_total = np.float32(math.log(np.float64(dot(probs, 0, ones, 0, len(row)))))
     token = draw(row, probs, uniform)
     return token, row[token] - largest - log_total
@@ -86,24 +95,30 @@ def sample(row: Any, probs: Any, ones: Any, uniform: Any, temperature: Any, top_
 
 @kernel
 def sample_rows(
-    logits: Any, stop_ids: Any, early: Any, uniforms: Any, temperature: Any, top_p: Any, top_k: Any, min_p: Any,
+    logits: Any, orders: Any, uniforms: Any, temperature: Any, top_p: Any, top_k: Any, min_p: Any,
     probs: Any, ones: Any, tokens: Any, logprobs: Any,
 ) -> None:  # fmt: skip
-    """:func:`sample` for each row; where it is ``early``, the row's ``stop_ids`` (-1 = none) are forbidden."""
+    """:func:`sample` for each row. ``orders`` has a row for each or, where no row is filtered, none."""
+    for i in range(len(logits)):
+        order = orders[i] if len(orders) else orders.reshape(-1)
+        tokens[i], logprobs[i] = sample(
+            logits[i], order, probs, ones, uniforms[i], temperature[i], top_p[i], top_k[i], min_p[i]
+        )
+
+
+@kernel
+def forbid(logits: Any, stop_ids: Any, early: Any) -> None:
+    """Where a row is ``early``, give its ``stop_ids`` (-1 = none) no chance."""
     for i in range(len(logits)):
         if early[i]:
             for stop in stop_ids[i]:
                 if stop >= 0:
                     logits[i, stop] = _LOWEST
-        tokens[i], logprobs[i] = sample(
-            logits[i], probs, ones, uniforms[i], temperature[i], top_p[i], top_k[i], min_p[i]
-        )
 
 
 @kernel
-def _filter(probs: Any, top_p: Any, top_k: int, min_p: Any) -> None:
+def _filter(probs: Any, order: Any, top_p: Any, top_k: int, min_p: Any) -> None:
     """Set the probabilities of tokens that the filters forbid to 0; the most likely token always stays."""
-    order = np.argsort(-probs, kind="mergesort")
     V = len(probs)
     kept = min(top_k, V) if top_k > 0 else V
     floor = np.float64(min_p) * np.float64(probs[order[0]])

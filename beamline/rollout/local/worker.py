@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from beamline.kernels.vocabulary import sample_rows, soft_cap
+from beamline.kernels.vocabulary import forbid, likeliest_first, sample_rows, soft_cap
 from beamline.rollout.local.beam import BeamDecoder, Floats, forward, project
 from beamline.rollout.local.cache import SlotCache
 from beamline.rollout.local.slots import Slots
@@ -79,10 +79,12 @@ class Worker:
         soft_cap(logits.reshape(-1), self._decoder.traits.cap)
         tokens, logprobs = np.empty(len(taken), np.int64), np.empty(len(taken), np.float32)
         length = slots.length[taken]
+        forbid(logits, slots.stop_ids[taken], length < slots.stop_after[taken])
+        top_p, top_k, min_p = slots.top_p[taken], slots.top_k[taken], slots.min_p[taken]
+        filtered = bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
         sample_rows(
-            logits, slots.stop_ids[taken], length < slots.stop_after[taken], slots.uniforms[taken, length],
-            slots.temperature[taken], slots.top_p[taken], slots.top_k[taken], slots.min_p[taken],
-            self._probs, self._ones, tokens, logprobs,
+            logits, likeliest_first(logits if filtered else logits[:0]), slots.uniforms[taken, length],
+            slots.temperature[taken], top_p, top_k, min_p, self._probs, self._ones, tokens, logprobs,
         )  # fmt: skip
         return taken, tokens, logprobs
 

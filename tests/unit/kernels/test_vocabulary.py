@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from beamline.kernels.vocabulary import sample_rows, soft_cap
+from beamline.kernels.vocabulary import forbid, likeliest_first, sample_rows, soft_cap
 from tests.exact import Floats, bits
 from tests.filters import sampled_from
 
@@ -47,11 +47,11 @@ def draw_with(
     column = {name: np.array([p[name] for p in params]) for name in OFF}
     stops = np.array(stop_ids)
     tokens, logprobs = np.empty(n, np.int64), np.empty(n, np.float32)
+    forbid(rows, np.broadcast_to(stops, (n, stops.shape[1])).copy(), np.broadcast_to(early, n).copy())
     sample_rows(
-        rows, np.broadcast_to(stops, (n, stops.shape[1])).copy(), np.broadcast_to(early, n).copy(),
-        np.array(uniforms, np.float64), column["temperature"].astype(np.float32), column["top_p"].astype(np.float32),
-        column["top_k"], column["min_p"].astype(np.float32), np.empty(width, np.float32), np.ones(width, np.float32),
-        tokens, logprobs,
+        rows, likeliest_first(rows), np.array(uniforms, np.float64), column["temperature"].astype(np.float32),
+        column["top_p"].astype(np.float32), column["top_k"], column["min_p"].astype(np.float32),
+        np.empty(width, np.float32), np.ones(width, np.float32), tokens, logprobs,
     )  # fmt: skip
     return tokens, logprobs
 
