@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PEERS := $(VENV)/.bench
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test lint bench clean
@@ -34,8 +35,12 @@ test: $(READY)  ## check style and types, then run all tests
 lint: $(READY)  ## check style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-bench: $(READY)  ## measure the quickstart: three seeds and a control; results in benchmarks/results
-	$(BIN)/python -m benchmarks.quickstart
+$(PEERS): $(READY)
+	$(BIN)/pip install --disable-pip-version-check -c constraints-cpu.txt -e '.[bench]'
+	@touch $@
+
+bench: $(PEERS)  ## measure against peers, then the quickstart; results in benchmarks/results
+	$(BIN)/python -m benchmarks
 
 clean:  ## remove .venv and build (runs stay)
 	rm -rf $(VENV) build

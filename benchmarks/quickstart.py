@@ -6,10 +6,6 @@ Runs the real command line, one run after the other, and writes ``benchmarks/res
 and after with its 95 % interval over problems, seconds, peak memory, and what it ran on. Prints a table.
 """
 
-import argparse
-import json
-import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -17,10 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from beamline.report import read_metrics
+from benchmarks.harness import parser, write
 
 _RUNS = {
     "seed 0": ["seed=0"],
@@ -28,21 +24,16 @@ _RUNS = {
     "seed 2": ["seed=2"],
     "control, learning rate 0": ["seed=0", "learner.optimizer.lr=0"],
 }
-_RESULTS = Path("benchmarks/results/quickstart.json")
 _AVG = "eval/arithmetic/avg@8"
 
 
 def main() -> None:
     """Run everything and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="where the runs go")
-    parser.add_argument("--results", type=Path, default=_RESULTS, help="the JSON file")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--out", type=Path, default=Path("build/bench"), help="where the runs go")
+    arguments = options.parse_args()
     runs = {name: _measure(name, overrides, arguments.out) for name, overrides in _RUNS.items()}
-    record = {"command": "make bench", "machine": _machine(), "runs": runs, "mean": _mean(runs)}
-    arguments.results.parent.mkdir(parents=True, exist_ok=True)
-    arguments.results.write_text(json.dumps(record, indent=2) + "\n")
-    _print(record)
+    write("quickstart", {"runs": runs, "mean": _mean(runs)}, _table(runs), arguments.results)
 
 
 def _measure(name: str, overrides: list[str], out: Path) -> dict[str, Any]:
@@ -100,24 +91,9 @@ def _mean(runs: dict[str, dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def _machine() -> dict[str, Any]:
-    import torch
-    import transformers
-
-    from beamline.runtime.determinism import cpu_family
-
-    return {
-        "cpu": cpu_family(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def _print(record: dict[str, Any]) -> None:
+def _table(runs: dict[str, dict[str, Any]]) -> Table:
     table = Table("run", "before", "after", "gain", "seconds", "peak memory")
-    for name, run in record["runs"].items():
+    for name, run in runs.items():
         table.add_row(
             name,
             *(f"{a['avg@8']:.1%} [{a['low']:.1%}, {a['high']:.1%}]" for a in (run["before"], run["after"])),
@@ -125,7 +101,7 @@ def _print(record: dict[str, Any]) -> None:
             f"{run['seconds']:.0f}",
             f"{run['peak_memory_bytes'] / 2**30:.2f} GiB",
         )
-    Console().print(table)
+    return table
 
 
 if __name__ == "__main__":
