@@ -89,5 +89,5 @@ def test_parts_of_arrays_are_read_and_written_and_nothing_else(rows: int, column
         within(w, 11, columns + 9, np.float32(np.nan)), 11, columns + 9,
         out, 29, columns + 6, rows, columns, depth, go_on,
     )  # fmt: skip
-    expected = within(multiply(x, w, start if go_on else None), 29, columns + 6, UNTOUCHED)
+    expected = within(chain(x, w, start if go_on else None), 29, columns + 6, UNTOUCHED)
     assert np.array_equal(bits(out), bits(expected))
