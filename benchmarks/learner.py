@@ -6,13 +6,14 @@ Forward and backward of the same 64 sampled sequences with responses of 8 to 256
 thread count. Ours is ``prepare`` and ``step`` less the time of gradient clipping and the optimizer, which the clocks of
 :mod:`benchmarks.phases` take apart; the rate is 0, so every round has the same weights. What the update reports beside
 its loss (entropy, ratios) stays inside. The peer pads on the right and computes log-probabilities from float32 logits.
-Every pair of rounds checks that losses and gradient norms agree.
+Every pair of rounds checks that losses and gradient norms agree. ``parity`` is our learner with ``policy.parity``, its
+default, against itself without.
 """
 
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from beamline.records.random import stream
 from beamline.rollout.collect import to_rollout
 from beamline.runtime.engines import build
 from beamline.starter import STARTER
-from benchmarks.harness import Figures, comparison_table, paired, parser, record, write
+from benchmarks.harness import OURS, Apart, Figures, both, comparison_table, paired, parser, record, write
 from benchmarks.phases import Phases
 from benchmarks.workload import (
     LONGEST,
@@ -46,43 +47,37 @@ from benchmarks.workload import (
 
 NAME = "ragged-64"
 TARGET = 1.3
+PARITY, PARITY_TARGET = "parity", 1 / 1.15  # against our learner without it: it may cost 15 %
 PEER_SEQUENCES = 32  # of a micro-batch; 16 are as fast, 8 and 64 slower
 LOSS = LossConfig(clip_low=0.2, clip_high=0.28, mask_truncated=False, renormalize_after_mask=False, on_policy=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What an update came to, for comparing the two sides."""
-
-    loss: float
-    grad_norm: float
 
 
 class Ours:
     """Prepare and step of the learner, the optimizer's time left out."""
 
-    def __init__(self, learner: Learner[Any], batch: Sequence[Experience], phases: Phases) -> None:
-        self._learner, self._batch, self._phases = learner, batch, phases
-        self.outcome = Outcome(math.nan, math.nan)
+    def __init__(self, parity: bool = True) -> None:
+        as_ours()
+        self._phases = Phases()
+        self._phases.watch_torch()
+        self._learner, self._batch = learner_and_batch(parity)
 
     def __call__(self) -> Figures:
-        as_ours()
         start = time.perf_counter()
         stats = self._learner.step(self._learner.prepare(self._batch, LOSS))
         seconds = time.perf_counter() - start - self._phases.take("optimizer")["optimizer"]
         assert stats.grad_norm is not None
-        self.outcome = Outcome(stats.loss, stats.grad_norm)
-        return _figures(self._batch, seconds)
+        return _figures(self._batch, seconds, stats.loss, stats.grad_norm)
 
 
 class Peer:
     """The padded module of transformers."""
 
-    def __init__(self, module: Any, batch: Sequence[Experience], phases: Phases, ours: Ours) -> None:
-        self._module, self._batch, self._phases, self._ours = module.train(), batch, phases, ours
+    def __init__(self) -> None:
+        self._batch = learner_and_batch()[1]
+        as_peer()
+        self._module = peer_module().train()
 
     def __call__(self) -> Figures:
-        as_peer()
         self._module.zero_grad()
         tokens = _tokens(self._batch)
         start = time.perf_counter()
@@ -93,38 +88,37 @@ class Peer:
             losses.append(loss.detach())
         seconds = time.perf_counter() - start
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in self._module.parameters()]))
-        _agree(self._ours.outcome, Outcome(float(torch.stack(losses).sum()), norm))
-        self._phases.take()
-        return _figures(self._batch, seconds)
+        return _figures(self._batch, seconds, float(torch.stack(losses).sum()), norm)
 
 
 def main() -> None:
     """Compare and write the results."""
     arguments = parser(__doc__, rounds=7).parse_args()
+    learner, batch = learner_and_batch()
+    worst = _compare_logprobs(learner, peer_module().train(), batch)
+    comparison = both(Ours, Peer, arguments.rounds, NAME, _agree)
+    with Apart(Ours, OURS) as with_parity, Apart(partial(Ours, parity=False), OURS) as without:
+        price = paired(with_parity, without, arguments.rounds, label=PARITY, check=_agree)
+    comparisons, targets = {NAME: comparison, PARITY: price}, {NAME: TARGET, PARITY: PARITY_TARGET}
+    table = comparison_table("forward and backward", comparisons, targets, "tokens_per_s", "tokens/s")
+    size = {"sequences": len(batch), "tokens": _tokens(batch)}
+    workloads = {name: record(found, targets[name]) | size for name, found in comparisons.items()}
+    write("learner", {"workloads": workloads, "logprob_difference": worst}, table, arguments.results)
+
+
+def learner_and_batch(parity: bool = True) -> tuple[Learner[Any], list[Experience]]:
+    """A learner, and the sequences that both sides learn from: the same in every process."""
+    as_ours()
     config = run_config(LONGEST, lr=0.0)
-    engines = build(config)
+    engines = build(config.model_copy(update={"policy": config.policy.model_copy(update={"parity": parity})}))
     engines.sync(version=0)
-    batch = _experiences(engines.sampler)
-    phases = Phases()
-    phases.watch_torch()
-    module = peer_module()
-    worst = _compare_logprobs(engines.learner, module, batch)
-    ours = Ours(engines.learner, batch, phases)
-    comparison = paired(ours, Peer(module, batch, phases, ours), arguments.rounds, label=NAME)
-    table = comparison_table("forward and backward", {NAME: comparison}, {NAME: TARGET}, "tokens_per_s", "tokens/s")
-    workload = record(comparison, TARGET) | {
-        "sequences": len(batch),
-        "tokens": _tokens(batch),
-        "logprob_difference": worst,
-    }
-    write("learner", {"workloads": {NAME: workload}}, table, arguments.results)
+    return engines.learner, _experiences(engines.sampler)
 
 
 def _experiences(sampler: Any) -> list[Experience]:
     """Sampled sequences with advantages drawn from a normal distribution."""
     tokens = lengths(64)
     asked_problems, chat = problems(len(tokens)), BeamChat(STARTER)
-    as_ours()
     asked = requests(asked_problems, [chat.prompt_ids(problem.messages) for problem in asked_problems], tokens)
     rollouts = [to_rollout(request, done) for request, done in zip(asked, sample(sampler, asked), strict=True)]
     advantages = np.random.Generator(stream(SEED, "benchmark advantages")).standard_normal(len(rollouts))
@@ -135,8 +129,8 @@ def _tokens(batch: Sequence[Experience]) -> int:
     return sum(experience.rollout.response_tokens for experience in batch)
 
 
-def _figures(batch: Sequence[Experience], seconds: float) -> Figures:
-    return {"seconds": seconds, "tokens_per_s": _tokens(batch) / seconds}
+def _figures(batch: Sequence[Experience], seconds: float, loss: float, grad_norm: float) -> Figures:
+    return {"seconds": seconds, "tokens_per_s": _tokens(batch) / seconds, "loss": loss, "grad_norm": grad_norm}
 
 
 def _cuts(batch: Sequence[Experience], size: int) -> Iterator[Sequence[Experience]]:
@@ -175,12 +169,11 @@ def _compare_logprobs(learner: Learner[Any], module: Any, batch: Sequence[Experi
     return worst
 
 
-def _agree(ours: Outcome, peer: Outcome) -> None:
+def _agree(ours: Figures, peer: Figures) -> None:
     """Raise unless the two sides computed the same; two orders of float32 sums differ less than this."""
-    if not math.isclose(ours.loss, peer.loss, rel_tol=1e-4):
-        raise RuntimeError(f"the losses differ: ours {ours.loss:.8g}, peer {peer.loss:.8g}")
-    if not math.isclose(ours.grad_norm, peer.grad_norm, rel_tol=1e-3):
-        raise RuntimeError(f"the gradient norms differ: ours {ours.grad_norm:.8g}, peer {peer.grad_norm:.8g}")
+    for name, tolerance in {"loss": 1e-4, "grad_norm": 1e-3}.items():
+        if not math.isclose(ours[name], peer[name], rel_tol=tolerance):
+            raise RuntimeError(f"{name} differs: ours {ours[name]:.8g}, peer {peer[name]:.8g}")
 
 
 if __name__ == "__main__":

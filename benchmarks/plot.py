@@ -24,6 +24,7 @@ SPEEDS = (
     ("sampling", "ragged-512", "Sampling, 512 prompts × 8–256 tokens\nagainst transformers generate"),
     ("sampling", "even-512", "Sampling, 512 prompts × 64 tokens\nagainst transformers generate"),
     ("learner", "ragged-64", "Forward and backward, 64 sequences\nagainst the padded transformers module"),
+    ("learner", "parity", "Forward and backward with policy.parity\nagainst our learner without it"),
     ("step", "grpo-8x8", "GRPO step, 8 prompts × 8 samples\nagainst the GRPOTrainer of TRL"),
 )
 MEMORY = "Sampling, 512 × 256 tokens\nagainst weights, cache and records"

@@ -10,9 +10,7 @@ outside the clock.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +21,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from beamline.chat import BeamChat
 from beamline.runtime.engines import load_module, sampler_of
 from beamline.starter import STARTER
-from benchmarks.harness import Comparison, Figures, comparison_table, paired, parser, record, write
+from benchmarks.harness import PEER, Apart, Comparison, Figures, both, comparison_table, parser, record, write
 from benchmarks.workload import (
     LONGEST,
     PAD,
@@ -45,53 +43,53 @@ TARGETS = {"ragged-64": 4.0, "ragged-512": 2.5, "even-512": 2.5}
 CACHES = {"dynamic": None, "static": "static"}  # `cache_implementation` of generate
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Both sides' engines, prompts, and how many tokens each prompt gets."""
+class Ours:
+    """The embedded sampler."""
 
-    sampler: Any
-    module: Any
-    prompts: list[NDArray[np.int32]]
-    tokens: Sequence[int]
-
-    def ours(self) -> Figures:
+    def __init__(self, tokens: Sequence[int]) -> None:
         as_ours()
-        asked = requests(problems(len(self.tokens)), self.prompts, self.tokens)
-        start = time.perf_counter()
-        sample(self.sampler, asked)
-        return self._figures(time.perf_counter() - start)
+        config = run_config(LONGEST)
+        self._sampler = sampler_of(config, load_module(config), version=0)
+        self._asked = requests(problems(len(tokens)), prompts(len(tokens)), tokens)
 
-    def peer(self, cache: str | None) -> Figures:
+    def __call__(self) -> Figures:
+        start = time.perf_counter()
+        sample(self._sampler, self._asked)
+        return _figures([request.params.max_tokens for request in self._asked], time.perf_counter() - start)
+
+
+class Peer:
+    """``generate``, all prompts as one batch, with a kind of cache."""
+
+    def __init__(self, tokens: Sequence[int], cache: str | None) -> None:
         as_peer()
-        torch.manual_seed(SEED)
-        ids, mask = left_padded(self.prompts)
-        config = GenerationConfig(
-            max_new_tokens=max(self.tokens),
-            do_sample=True,
-            top_k=0,
-            pad_token_id=PAD,
-            cache_implementation=cache,
+        self._module, self._tokens = peer_module().eval(), tokens
+        self._ids, self._mask = left_padded(prompts(len(tokens)))
+        self._config = GenerationConfig(
+            max_new_tokens=max(tokens), do_sample=True, top_k=0, pad_token_id=PAD, cache_implementation=cache
         )
-        stop = StoppingCriteriaList([ForcedLengths(ids.shape[1], self.tokens)])
-        start = time.perf_counter()
-        out = self.module.generate(ids, attention_mask=mask, generation_config=config, stopping_criteria=stop)
-        seconds = time.perf_counter() - start
-        _check(out[:, ids.shape[1] :], self.tokens)
-        return self._figures(seconds)
 
-    def _figures(self, seconds: float) -> Figures:
-        return {"seconds": seconds, "tokens_per_s": sum(self.tokens) / seconds}
+    def __call__(self) -> Figures:
+        torch.manual_seed(SEED)
+        width = self._ids.shape[1]
+        stop = StoppingCriteriaList([ForcedLengths(width, self._tokens)])
+        start = time.perf_counter()
+        out = self._module.generate(
+            self._ids, attention_mask=self._mask, generation_config=self._config, stopping_criteria=stop
+        )
+        seconds = time.perf_counter() - start
+        _check(out[:, width:], self._tokens)
+        return _figures(self._tokens, seconds)
 
 
 def main() -> None:
     """Run every workload and write the results."""
     arguments = parser(__doc__, rounds=5).parse_args()
-    trial = _trial(_workload(WORKLOADS["ragged-64"]))
+    trial = _trial(WORKLOADS["ragged-64"])
     cache = CACHES[min(trial, key=lambda name: trial[name])]
     comparisons: dict[str, Comparison] = {}
     for name, tokens in WORKLOADS.items():
-        workload = _workload(tokens)
-        comparisons[name] = paired(workload.ours, partial(workload.peer, cache), arguments.rounds, label=name)
+        comparisons[name] = both(partial(Ours, tokens), partial(Peer, tokens, cache), arguments.rounds, name)
     workloads = {
         name: record(comparison, TARGETS[name]) | {"prompts": len(WORKLOADS[name]), "tokens": sum(WORKLOADS[name])}
         for name, comparison in comparisons.items()
@@ -100,17 +98,24 @@ def main() -> None:
     write("sampling", {"workloads": workloads, "peer_seconds_by_cache": trial}, table, arguments.results)
 
 
-def _trial(workload: Workload) -> dict[str, float]:
+def _trial(tokens: Sequence[int]) -> dict[str, float]:
     """The peer's seconds with each cache, after a run that warms up."""
-    workload.peer(CACHES["dynamic"])
-    return {name: workload.peer(cache)["seconds"] for name, cache in CACHES.items()}
+    seconds = {}
+    for name, cache in CACHES.items():
+        with Apart(partial(Peer, tokens, cache), PEER) as peer:
+            peer()
+            seconds[name] = peer()["seconds"]
+    return seconds
 
 
-def _workload(tokens: Sequence[int]) -> Workload:
-    config, chat = run_config(LONGEST), BeamChat(STARTER)
-    sampler = sampler_of(config, load_module(config), version=0)
-    prompts = [chat.prompt_ids(problem.messages) for problem in problems(len(tokens))]
-    return Workload(sampler, peer_module().eval(), prompts, tokens)
+def prompts(count: int) -> list[NDArray[np.int32]]:
+    """The prompts of the first problems."""
+    chat = BeamChat(STARTER)
+    return [chat.prompt_ids(problem.messages) for problem in problems(count)]
+
+
+def _figures(tokens: Sequence[int], seconds: float) -> Figures:
+    return {"seconds": seconds, "tokens_per_s": sum(tokens) / seconds}
 
 
 def _check(drawn: Tensor, tokens: Sequence[int]) -> None:

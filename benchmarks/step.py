@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import count
 from threading import Semaphore
 from typing import Any, cast
@@ -34,7 +35,7 @@ from beamline.records import Experience, Problem
 from beamline.rollout.collect import to_rollout
 from beamline.runtime.engines import build
 from beamline.starter import STARTER
-from benchmarks.harness import THREADS, Comparison, Figures, comparison_table, paired, parser, record, write
+from benchmarks.harness import THREADS, Comparison, Figures, both, comparison_table, parser, record, write
 from benchmarks.phases import Phases
 from benchmarks.workload import (
     LONGEST,
@@ -63,11 +64,7 @@ def main() -> None:
     """Compare and write the results."""
     arguments = parser(__doc__, rounds=5).parse_args()
     asked = problems(PROMPTS * (1 + arguments.rounds))
-    phases = Phases()
-    phases.watch_torch()
-    ours = Ours(asked, phases)
-    with Peer(asked, phases) as peer:
-        comparison = paired(ours, peer, arguments.rounds, warmup=1, label=NAME)
+    comparison = both(partial(Ours, asked), partial(Peer, asked), arguments.rounds, NAME)
     table = comparison_table("GRPO step", {NAME: comparison}, {NAME: TARGET}, "seconds", "s")
     workload = record(comparison, TARGET) | {"sequences": PROMPTS * SAMPLES}
     write("step", {"workloads": {NAME: workload}}, table, arguments.results)
@@ -82,14 +79,16 @@ def even_share(token_ids: Sequence[int]) -> float:
 class Ours:
     """One step of Beamline a call, over the next prompts."""
 
-    def __init__(self, asked: Sequence[Problem], phases: Phases) -> None:
-        self._engines, self._phases, self._steps = build(run_config(LONGEST, lr=LR)), phases, count()
+    def __init__(self, asked: Sequence[Problem]) -> None:
+        as_ours()
+        self._phases, self._steps = Phases(), count()
+        self._phases.watch_torch()
+        self._engines = build(run_config(LONGEST, lr=LR))
         chat = BeamChat(STARTER)
         self._problems, self._prompts = asked, [chat.prompt_ids(problem.messages) for problem in asked]
         self._engines.sync(version=0)
 
     def __call__(self) -> Figures:
-        as_ours()
         step, clocked = next(self._steps), self._phases.clocked
         start = time.perf_counter()
         batch = self._experiences(step)
@@ -114,12 +113,13 @@ class Ours:
 class Peer:
     """One step of the trainer a call; ``train`` itself runs in a thread."""
 
-    def __init__(self, asked: Sequence[Problem], phases: Phases) -> None:
-        self._phases, self._pace, self._steps = phases, Pace(), count()
+    def __init__(self, asked: Sequence[Problem]) -> None:
+        self._phases, self._pace, self._steps = Phases(), Pace(), count()
+        self._phases.watch_torch()
         self._tokens: list[int] = []
         self._folder = tempfile.TemporaryDirectory()
         module = peer_module()
-        module.generate = phases.clocked("generation", self._forced(module))
+        module.generate = self._phases.clocked("generation", self._forced(module))
         self._trainer = GRPOTrainer(
             module,
             reward_funcs=self._reward,
@@ -131,7 +131,7 @@ class Peer:
             callbacks=[self._pace],
         )
         self._trainer.remove_callback(PrinterCallback)
-        self._trainer._compute_loss = phases.clocked("forward", self._trainer._compute_loss)
+        self._trainer._compute_loss = self._phases.clocked("forward", self._trainer._compute_loss)
 
     def __enter__(self) -> "Peer":
         as_peer()
@@ -143,7 +143,6 @@ class Peer:
         self._folder.cleanup()
 
     def __call__(self) -> Figures:
-        as_peer()
         self._tokens = lengths(PROMPTS * SAMPLES, draw=next(self._steps))
         start = time.perf_counter()
         self._pace.step()

@@ -1,6 +1,7 @@
 """Pairs of runs, their summaries, and what both sides are given."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from rich.table import Table
 
-from benchmarks.harness import Figures, Summary, compare, machine, paired, verdict, write
+from benchmarks.harness import Apart, Figures, Summary, compare, machine, paired, verdict, write
 from benchmarks.memory import floor_bytes
 from benchmarks.phases import Phases
 from benchmarks.workload import LONGEST, SHORTEST, ForcedLengths, left_padded, lengths, problems, requests
@@ -120,3 +121,35 @@ def test_the_floor_of_memory_counts_the_places_that_a_layer_keeps() -> None:
     drawn = 2 * shape.sliding_window
     kept = sliding * shape.sliding_window + full * (3 + drawn - 1)
     assert floor_bytes(shape, 5, 3, drawn)["cache"] == 5 * kept * key_value
+
+
+class Named:
+    """A side that tells its process and environment, and fails when it is called for the second time."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def __call__(self) -> Figures:
+        self._calls += 1
+        if self._calls > 1:
+            raise ValueError("called twice")
+        return {"seconds": 1.0, "pid": os.getpid(), "spin": int(os.environ["GOMP_SPINCOUNT"])}
+
+
+def test_a_side_apart_has_a_process_and_an_environment_of_its_own() -> None:
+    before = dict(os.environ)
+    with Apart(Named, {"GOMP_SPINCOUNT": "77"}) as run:
+        found = run()
+        assert found["spin"] == 77
+        assert found["pid"] != os.getpid()
+        with pytest.raises(RuntimeError, match="a side ended with code 1"):
+            run()
+    assert dict(os.environ) == before
+
+
+def test_pairs_that_cannot_be_compared_are_refused() -> None:
+    def refuse(ours: Figures, peer: Figures) -> None:
+        raise RuntimeError(f"{ours['seconds']} and {peer['seconds']}")
+
+    with pytest.raises(RuntimeError, match=r"1\.0 and 2\.0"):
+        paired(lambda: {"seconds": 1.0}, lambda: {"seconds": 2.0}, rounds=1, check=refuse)

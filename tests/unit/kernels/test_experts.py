@@ -172,6 +172,24 @@ def test_a_row_has_the_same_bits_alone_in_any_order_and_in_parts(bf16: bool) -> 
         assert np.array_equal(bits(mixed(x[alone], chosen[alone], weights[alone], bf16)), together[alone]), row
 
 
+def test_only_the_choices_asked_for_are_computed() -> None:
+    """Here parts of two experts."""
+    x, chosen, _ = inputs(40)
+    ends, order = np.empty(E, np.int64), np.empty(chosen.size, np.int64)
+    sort_by_expert(chosen, ends, order)
+    first, last = ends[0] - 3, ends[0] + 2
+    rows, wide, inner, outer = (np.full((chosen.size, n), np.nan, np.float32) for n in (D, 2 * I, I, D))
+    expert_products(
+        x, K, GATE_UP.reshape(-1), 0, DOWN.reshape(-1), 0, ends, order, rows, wide, inner, outer, first, last, False
+    )  # fmt: skip
+    at = np.arange(chosen.size)
+    asked = (at >= first) & (at < last)
+    for written_rows in (wide, inner, outer):
+        assert np.array_equal(np.isfinite(written_rows).all(1), asked)
+        assert np.array_equal(np.isfinite(written_rows).any(1), asked)
+    assert np.array_equal(np.isfinite(rows).all(1), at < last - first)
+
+
 def test_choices_are_summed_best_first() -> None:
     """In float32 the order shows: 1e8 + 1 - 1e8 is 0, and 1e8 - 1e8 + 1 is 1."""
     outer = np.array([[1.0], [1e8], [-1e8]], np.float32)

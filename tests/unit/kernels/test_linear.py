@@ -9,7 +9,7 @@ from beamline.kernels.linear import product
 from tests.exact import Floats, bits, chain, nearest
 
 ROWS = range(1, 10)  # tiles have 4, 2 and 1
-COLUMNS = (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 65)  # tiles have 32, 16, 8 and 1
+COLUMNS = (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 65)  # tiles have 32, 16 and 1
 DEPTHS = (0, 1, 5, 64)
 UNTOUCHED = np.float32(777)
 
