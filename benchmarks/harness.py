@@ -224,7 +224,7 @@ def comparison_table(
 
 def verdict(ratio: float, target: float) -> str:
     """The target of a ratio, and whether it is met."""
-    return f"{target:g} ({'met' if ratio >= target else 'missed'})"
+    return f"{target:.2g} ({'met' if ratio >= target else 'missed'})"
 
 
 def _short(value: float) -> str:

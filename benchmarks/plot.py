@@ -102,7 +102,7 @@ def _rows(axes: Axes, rows: list[Row], title: str, goal: str) -> None:
         )
         beside: dict[str, Any] = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}
         axes.annotate(f"{row.ratio:.2f}×", (1, y), (8, 6), **beside, color=color, fontsize=10, fontweight="bold")
-        axes.annotate(f"{goal} {row.target:g}×", (1, y), (8, -7), **beside, fontsize=8.5)
+        axes.annotate(f"{goal} {row.target:.2g}×", (1, y), (8, -7), **beside, fontsize=8.5)
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
     axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8.5)
     axes.set_ylim(len(rows) - 0.5, -0.5)
