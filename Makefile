@@ -13,7 +13,7 @@ help:  ## show this list
 
 $(READY): pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"Beamline needs Python 3.11, 3.12 or 3.13, and {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
-	@echo "Setting up $(VENV): about 1.2 GB, most of it torch; a minute or two, or as long as the download takes."
+	@echo "Setting up $(VENV): about 1.6 GB, most of it torch; a minute or two, or as long as the download takes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -c constraints-cpu.txt torch
 	$(BIN)/pip install --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]'

@@ -138,7 +138,7 @@ class LearnerConfig(Section):
     """The engine that trains."""
 
     engine: Literal["torch"] = "torch"
-    """`torch`: the embedded learner, in this process, on the Hugging Face module."""
+    """`torch`: the embedded learner, in this process; `policy.parity` says by which operations."""
     micro_batch_tokens: Positive = 4096
     """Most rows of a micro-batch; a longer sequence is a micro-batch of its own. Bounds memory, never the result."""
     optimizer: OptimizerConfig = OptimizerConfig()

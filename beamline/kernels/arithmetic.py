@@ -52,15 +52,16 @@ def from_bits(_context: Any, value: Any) -> Any:
     return types.float32(types.int32), generate
 
 
-f = np.float32
-_LOG2E, _LN2_HIGH, _LN2_LOW, _TO_INTEGER = f(1.44269504), f(0.693359375), f(-2.12194440e-4), f(12582912.0)
+_f = np.float32
+_LOG2E, _LN2_HIGH, _LN2_LOW, _TO_INTEGER = _f(1.44269504), _f(0.693359375), _f(-2.12194440e-4), _f(12582912.0)
 _E5, _E4, _E3, _E2, _E1, _E0 = (
-    f(v) for v in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+    _f(v)
+    for v in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 )
 _T4, _T3, _T2, _T1, _T0 = (
-    f(v) for v in (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+    _f(v) for v in (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 )
-_ZERO, _ONE, _TWO, _LOWEST, _HIGHEST, _NEAR_0 = f(0), f(1), f(2), f(-87.33), f(88.37), f(0.625)
+_ZERO, _ONE, _TWO, _LOWEST, _HIGHEST, _NEAR_0 = _f(0), _f(1), _f(2), _f(-87.33), _f(88.37), _f(0.625)
 
 
 def floats(array: Any) -> Any:
@@ -143,7 +144,7 @@ def tanh(x: Any) -> Any:
 @kernel
 def rounded(x: Any, bf16: bool) -> Any:
     """``x`` to the nearest bfloat16, ties to even, if asked."""
-    if bf16:
-        b = bits(x)
-        return from_bits(np.int32((b + 0x7FFF + ((b >> 16) & 1)) & -0x10000))
-    return x
+    if not bf16 or x != x:  # what is no number stays none
+        return x
+    b = bits(x)
+    return from_bits(np.int32((b + 0x7FFF + ((b >> 16) & 1)) & -0x10000))

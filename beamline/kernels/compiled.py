@@ -2,12 +2,14 @@
 
 import hashlib
 import os
+import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba.extending
+from filelock import FileLock
 from numba.core import config
 
 from beamline.errors import BeamlineError
@@ -28,7 +30,10 @@ def cache_folder(package: Path) -> Path:
     digest = hashlib.sha256()
     for path in sorted(package.rglob("kernels/**/*.py")):
         digest.update(path.read_bytes())
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError as error:  # a user without a home
+        raise CacheFolderError(f"there is no place for compiled kernels ({error}); set XDG_CACHE_HOME") from error
     folder = home / "beamline" / "kernels" / digest.hexdigest()[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,10 +63,29 @@ def kernel(function: F) -> F:
     before = config.CACHE_DIR
     config.CACHE_DIR = _FOLDER
     try:
-        compiled: F = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+        compiled: Any = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
     finally:
         config.CACHE_DIR = before
-    return compiled
+    cache = compiled._cache
+    cache.load_overload, cache.save_overload = _explained(cache.load_overload), _explained(cache.save_overload)
+    return cast(F, compiled)
+
+
+def _explained(access: Callable[..., Any]) -> Callable[..., Any]:
+    """An access to the cache, one process at a time: numba's own gives two that write at once the same file name."""
+
+    def locked(*arguments: Any) -> Any:
+        try:
+            with FileLock(f"{_FOLDER}/lock"):
+                return access(*arguments)
+        except OSError as error:
+            raise CacheFolderError(f"cannot read or write compiled kernels in {_FOLDER}: {error}") from error
+        except (EOFError, pickle.UnpicklingError) as error:
+            raise CacheFolderError(
+                f"compiled kernels in {_FOLDER} are damaged ({error}); delete that folder"
+            ) from error
+
+    return locked
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:

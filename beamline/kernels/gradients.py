@@ -171,9 +171,9 @@ def score_rows_gradient(logits: Any, cap: float, targets: Any, temperature: Any,
     for i in range(len(logits)):
         row = logits[i]
         soft_cap(row, cap)
-        temper(row, temperature[i], probs, ones)
+        _, total, _ = temper(row, temperature[i], probs, ones)
         scale = dlogprobs[i] / temperature[i]
-        share = scale / dot(probs, 0, ones, 0, V)
+        share = scale / total
         to_capped = temperature[i] / limit
         own = row[targets[i]] * to_capped
         for v in range(V):

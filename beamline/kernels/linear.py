@@ -1,12 +1,14 @@
 """Matrix products whose elements do not depend on the size of the matrices.
 
 ``out[i, o]`` is ``fma(x[i, K-1], w[K-1, o], ... fma(x[i, 0], w[0, o], 0))``: one chain over the contracted dimension.
-A tile of 4 rows by 32 columns keeps its chains in vector registers; smaller tiles at the borders compute the same.
+A tile of 4 rows by 32 columns (16 without AVX-512) keeps its chains in vector registers; smaller tiles at the borders
+compute the same.
 """
 
 from typing import Any
 
 import llvmlite.binding as llvm
+import numpy as np
 from llvmlite import ir
 from numba import types
 
@@ -92,6 +94,9 @@ _4x16, _2x16, _1x16 = (_tile(rows, 16) for rows in (4, 2, 1))
 _4x1, _2x1, _1x1 = (_tile(rows, 1) for rows in (4, 2, 1))
 
 
+_PACKED_ROWS, _PACKED_DEPTH = 16, 256  # from here on a copy of a panel costs less than its scattered rows
+
+
 @kernel
 def product(
     x: Any, x_at: int, x_stride: int, w: Any, w_at: int, w_stride: int,
@@ -101,33 +106,60 @@ def product(
 
     Offsets (``_at``) and strides count elements. With ``go_on`` the chains go on from what ``out`` holds.
     """
+    packs = rows >= _PACKED_ROWS and depth >= _PACKED_DEPTH
+    packed = np.empty(depth * _WIDE if packs else 0, np.float32)
     c = 0
     while c < columns:
         left = columns - c
         width = _WIDE if left >= _WIDE else (16 if left >= 16 else 1)
-        r = 0
-        while r < rows:
-            height = 4 if rows - r >= 4 else (2 if rows - r >= 2 else 1)
-            a, b, o = x_at + r * x_stride, w_at + c, out_at + r * out_stride + c
-            if width == _WIDE:
-                if height == 4:
-                    _4x32(x, a, x_stride, w, b, w_stride, out, o, out_stride, depth, go_on)
-                elif height == 2:
-                    _2x32(x, a, x_stride, w, b, w_stride, out, o, out_stride, depth, go_on)
-                else:
-                    _1x32(x, a, x_stride, w, b, w_stride, out, o, out_stride, depth, go_on)
-            elif width == 16:
-                if height == 4:
-                    _4x16(x, a, x_stride, w, b, w_stride, out, o, out_stride, depth, go_on)
-                elif height == 2:
-                    _2x16(x, a, x_stride, w, b, w_stride, out, o, out_stride, depth, go_on)
-                else:
-                    _1x16(x, a, x_stride, w, b, w_stride, out, o, out_stride, depth, go_on)
-            elif height == 4:
-                _4x1(x, a, x_stride, w, b, w_stride, out, o, out_stride, depth, go_on)
-            elif height == 2:
-                _2x1(x, a, x_stride, w, b, w_stride, out, o, out_stride, depth, go_on)
-            else:
-                _1x1(x, a, x_stride, w, b, w_stride, out, o, out_stride, depth, go_on)
-            r += height
+        panel, at, stride = w, w_at + c, w_stride
+        if packs:
+            panel, at, stride = packed, 0, width
+            for k in range(depth):
+                source, target = w_at + k * w_stride + c, k * width
+                for j in range(width):
+                    packed[target + j] = w[source + j]
+        _panel(x, x_at, x_stride, panel, at, stride, out, out_at + c, out_stride, rows, width, depth, go_on)
         c += width
+
+
+@kernel
+def multiply(x: Any, w: Any, out: Any) -> None:
+    """``out = x @ w`` of whole matrices."""
+    rows, depth = x.shape
+    columns = w.shape[1]
+    product(x.reshape(-1), 0, depth, w.reshape(-1), 0, columns, out.reshape(-1), 0, columns,
+            rows, columns, depth, False)  # fmt: skip
+
+
+@kernel
+def _panel(
+    x: Any, x_at: int, x_stride: int, w: Any, w_at: int, w_stride: int,
+    out: Any, out_at: int, out_stride: int, rows: int, width: int, depth: int, go_on: bool,
+) -> None:  # fmt: skip
+    """One tile's width of columns."""
+    r = 0
+    while r < rows:
+        height = 4 if rows - r >= 4 else (2 if rows - r >= 2 else 1)
+        a, o = x_at + r * x_stride, out_at + r * out_stride
+        if width == _WIDE:
+            if height == 4:
+                _4x32(x, a, x_stride, w, w_at, w_stride, out, o, out_stride, depth, go_on)
+            elif height == 2:
+                _2x32(x, a, x_stride, w, w_at, w_stride, out, o, out_stride, depth, go_on)
+            else:
+                _1x32(x, a, x_stride, w, w_at, w_stride, out, o, out_stride, depth, go_on)
+        elif width == 16:
+            if height == 4:
+                _4x16(x, a, x_stride, w, w_at, w_stride, out, o, out_stride, depth, go_on)
+            elif height == 2:
+                _2x16(x, a, x_stride, w, w_at, w_stride, out, o, out_stride, depth, go_on)
+            else:
+                _1x16(x, a, x_stride, w, w_at, w_stride, out, o, out_stride, depth, go_on)
+        elif height == 4:
+            _4x1(x, a, x_stride, w, w_at, w_stride, out, o, out_stride, depth, go_on)
+        elif height == 2:
+            _2x1(x, a, x_stride, w, w_at, w_stride, out, o, out_stride, depth, go_on)
+        else:
+            _1x1(x, a, x_stride, w, w_at, w_stride, out, o, out_stride, depth, go_on)
+        r += height

@@ -1,7 +1,7 @@
 """Sharing rows out over threads, in chunks whose size does not depend on how many threads there are."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from typing import TypeVar
 
@@ -24,7 +24,10 @@ def over_items(items: Sequence[S], threads: int, work: Callable[[S], T]) -> list
             results[i] = work(items[i])
 
     others = [_pool(threads).submit(share, t) for t in range(1, min(threads, len(items)))]
-    share(0)
+    try:
+        share(0)
+    finally:
+        wait(others)  # none may work on behind the back of whoever sees an error
     for other in others:
         other.result()
     return results  # type: ignore[return-value]

@@ -21,10 +21,10 @@ def soft_cap(logits: Any, cap: float) -> None:
 
 
 @kernel
-def temper(row: Any, temperature: Any, probs: Any, ones: Any) -> tuple[Any, Any]:
+def temper(row: Any, temperature: Any, probs: Any, ones: Any) -> tuple[Any, Any, Any]:
     """Divide logits by the temperature, in place, and set ``probs = exp(logit - largest)``.
 
-    Returns the largest logit and the logarithm of the sum of ``probs``. ``ones`` are as many ones as the row is long.
+    Returns the largest logit, the sum of ``probs`` and its logarithm. ``ones`` are as many ones as the row is long.
     """
     largest = _LOWEST
     for v in range(len(row)):
@@ -33,7 +33,7 @@ def temper(row: Any, temperature: Any, probs: Any, ones: Any) -> tuple[Any, Any]
     for v in range(len(row)):
         probs[v] = exp(row[v] - largest)
     total = dot(probs, 0, ones, 0, len(row))
-    return largest, np.float32(math.log(np.float64(total)))
+    return largest, total, np.float32(math.log(np.float64(total)))
 
 
 @kernel
@@ -42,14 +42,21 @@ def score_rows(
 ) -> None:
     """Log-probability of each row's target, and entropy of its distribution; capped logits are overwritten.
 
-    ``H = log(sum) + largest - sum(p l) / sum`` for ``p = exp(l - largest)``.
+    ``H = log(sum) - sum(p (l - largest)) / sum`` for ``p = exp(l - largest)``.
     """
     for i in range(len(logits)):
         row = logits[i]
-        largest, log_total = temper(row, temperature[i], probs, ones)
-        logprobs[i] = row[targets[i]] - largest - log_total
-        V = len(row)
-        entropies[i] = log_total + largest - dot(probs, 0, row, 0, V) / dot(probs, 0, ones, 0, V)
+        largest, total, log_total = temper(row, temperature[i], probs, ones)
+        logprobs[i] = logprob(row, targets[i], largest, log_total)
+        for v in range(len(row)):
+            row[v] = row[v] - largest
+        entropies[i] = log_total - dot(probs, 0, row, 0, len(row)) / total
+
+
+@kernel
+def logprob(row: Any, token: int, largest: Any, log_total: Any) -> Any:
+    """Log-probability of a token of a tempered row."""
+    return row[token] - largest - log_total
 
 
 @kernel
@@ -85,12 +92,12 @@ def sample(
     """
     if temperature == 0:
         return np.argmax(row), np.float32(0)
-    largest, log_total = temper(row, temperature, probs, ones)
+    largest, _, log_total = temper(row, temperature, probs, ones)
     if top_k > 0 or top_p < 1 or min_p > 0:
         _filter(probs, order, top_p, top_k, min_p)
         log_total = np.float32(math.log(np.float64(dot(probs, 0, ones, 0, len(row)))))
     token = draw(row, probs, uniform)
-    return token, row[token] - largest - log_total
+    return token, logprob(row, token, largest, log_total)
 
 
 @kernel

@@ -35,22 +35,26 @@ class Packed:
     """Where the rows of a packed batch stand."""
 
     positions_N: NDArray[np.int64]
-    borders: tuple[tuple[int, int], ...]  # of each sequence
+    spans: tuple[tuple[int, int], ...]  # first and last row of each sequence, the last not included
     tables: tuple[Floats, Floats, Floats]
 
 
-def hidden_states(module: nn.Module, input_ids_N: Tensor, position_ids_N: Tensor, packing: Packing) -> Tensor:
-    """Last hidden states ``[N, D]`` (after the final norm) of packed sequences; see :func:`model.hidden_states`.
+def check(module: nn.Module) -> None:
+    """Make sure that the kernels can evaluate a module.
 
     Raises:
-        ValueError: the module is not float32 on a CPU.
+        ValueError: a weight is not float32 on a CPU.
     """
-    weight = next(module.parameters())
-    if weight.dtype != torch.float32 or weight.device.type != "cpu":
-        raise ValueError(
-            f"policy.parity=true needs a float32 model on a CPU, not {weight.dtype} on {weight.device}; use "
-            "policy.parity=false"
-        )
+    for name, weight in module.named_parameters():
+        if weight.dtype != torch.float32 or weight.device.type != "cpu":
+            raise ValueError(
+                f"policy.parity=true needs a float32 model on a CPU, and {name} is {weight.dtype} on {weight.device}; "
+                "use policy.parity=false"
+            )
+
+
+def hidden_states(module: nn.Module, input_ids_N: Tensor, position_ids_N: Tensor, packing: Packing) -> Tensor:
+    """Last hidden states ``[N, D]`` (after the final norm) of packed sequences; see :func:`model.hidden_states`."""
     config, model = cast(Any, module).config, cast(Any, module).model
     tables = _tables(config.head_dim, _theta(config), int(position_ids_N.max()) + 1)
     packed = Packed(position_ids_N.numpy(), tuple(pairwise(packing.borders)), tables)
@@ -111,16 +115,9 @@ def _array(tensor: Tensor) -> Floats:
     return cast(Floats, tensor.detach().contiguous().numpy())
 
 
-def _over_rows(count: int, work: Callable[[int, int], T], widened: int = 1) -> list[T]:
-    """``work(start, stop)`` for chunks of rows, or for chunks of ``widened`` choices a row."""
-    return over_rows(count, torch.get_num_threads(), work, widened * _ROWS)
-
-
-def _product(x: Floats, w: Floats, out: Floats) -> None:
-    """``out = x @ w``, all of them contiguous."""
-    (n, depth), columns = x.shape, w.shape[1]
-    linear.product(x.reshape(-1), 0, depth, w.reshape(-1), 0, columns, out.reshape(-1), 0, columns,
-                   n, columns, depth, False)  # fmt: skip
+def _over_rows(count: int, work: Callable[[int, int], T], chunk: int | None = None) -> list[T]:
+    """``work(start, stop)`` for chunks of rows."""
+    return over_rows(count, torch.get_num_threads(), work, chunk or _ROWS)
 
 
 def _new(*size: int) -> Floats:
@@ -198,28 +195,28 @@ class _Attention(torch.autograd.Function):
         out, positions = _new(N, o.shape[1]), packed.positions_N
 
         def project(a: int, b: int) -> None:
-            _product(source[a:b], w, qkvg[a:b])
+            linear.multiply(source[a:b], w, qkvg[a:b])
             for first, count, weight, query, turned in ((0, heads, qw, True, q), (q_width, kv_heads, kw, False, k)):
                 rows.turn_heads(qkvg[a:b], first, count, weight, eps, positions[a:b], *packed.tables, sliding, query,
                                 turned[a:b], False)  # fmt: skip
 
         def close(a: int, b: int) -> None:
             rows.open_gate(attended[a:b], qkvg[a:b], q_width + 2 * kv_width, bias, gated[a:b], False)
-            _product(gated[a:b], o, out[a:b])
+            linear.multiply(gated[a:b], o, out[a:b])
 
         _over_rows(N, project)
         window = config.sliding_window if sliding else len(packed.tables[2])
         _attend(q, k, qkvg, attended, packed, window, kv_heads, heads // kv_heads, size)
         _over_rows(N, close)
-        ctx.save_for_backward(x, qkvg_weight, q_norm, k_norm, gate_bias, o_weight)
-        ctx.held = qkvg, q, k, attended, gated
+        ctx.save_for_backward(x, qkvg_weight, q_norm, k_norm, gate_bias, o_weight,
+                              *map(torch.from_numpy, (qkvg, q, k, attended, gated)))  # fmt: skip
         ctx.config, ctx.sliding, ctx.packed = config, sliding, packed
         return torch.from_numpy(out)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, qkvg_weight, q_norm, k_norm, gate_bias, o_weight = ctx.saved_tensors
-        qkvg, q, k, attended, gated = ctx.held
+        x, qkvg_weight, q_norm, k_norm, gate_bias, o_weight, *held = ctx.saved_tensors
+        qkvg, q, k, attended, gated = (tensor.numpy() for tensor in held)
         config, sliding = ctx.config, ctx.sliding
         packed: Packed = ctx.packed
         size, eps, positions = config.head_dim, config.rms_norm_eps, packed.positions_N
@@ -244,7 +241,7 @@ class _Attention(torch.autograd.Function):
             gradients.attend_gradient(q[part], k[part], qkvg[part], v_first, attended[part], dattended[part], window,
                                       kv_heads, heads // kv_heads, size, dq[part], dk[part], dqkvg[part])  # fmt: skip
 
-        over_items(packed.borders, torch.get_num_threads(), attend_back)
+        over_items(packed.spans, torch.get_num_threads(), attend_back)
 
         def turn_back(a: int, b: int) -> tuple[Floats, Floats]:
             dqw, dkw = np.zeros_like(qw), np.zeros_like(kw)
@@ -266,17 +263,17 @@ def _attend(
 ) -> None:
     """Each sequence through the sampler's attention, as if it had a cache of its own without a ring."""
     v_first = (kv_heads * group + kv_heads) * size
-    places = -(-max(b - a for a, b in packed.borders) // attention_kernels.BLOCK) * attention_kernels.BLOCK
 
-    def work(border: tuple[int, int]) -> None:
-        a, b = border
+    def work(span: tuple[int, int]) -> None:
+        a, b = span
+        places = -(-(b - a) // attention_kernels.BLOCK) * attention_kernels.BLOCK
         keys, values, scores = _new(kv_heads * size * places), _new(kv_heads * size * places), _new(2 * group * places)
         slots, positions, ones = np.zeros(b - a, np.int64), packed.positions_N[a:b], np.ones(places, np.float32)
         attention_kernels.store(keys, values, 0, places, k[a:b], qkvg[a:b], v_first, slots, positions, kv_heads, size)
         attention_kernels.attend(q[a:b], keys, values, 0, places, window, slots, positions, kv_heads, group, size,
                                  scores, ones, out[a:b], False)  # fmt: skip
 
-    over_items(packed.borders, torch.get_num_threads(), work)
+    over_items(packed.spans, torch.get_num_threads(), work)
 
 
 class _DenseMlp(torch.autograd.Function):
@@ -286,21 +283,19 @@ class _DenseMlp(torch.autograd.Function):
         wide, inner, out = _new(len(x), w.shape[1]), _new(len(x), len(d)), _new(len(x), d.shape[1])
 
         def work(a: int, b: int) -> None:
-            _product(source[a:b], w, wide[a:b])
+            linear.multiply(source[a:b], w, wide[a:b])
             rows.swiglu(wide[a:b], inner[a:b], False)
-            _product(inner[a:b], d, out[a:b])
+            linear.multiply(inner[a:b], d, out[a:b])
 
         _over_rows(len(x), work)
-        ctx.save_for_backward(x, gate_up, down)
-        ctx.held = wide, inner
+        ctx.save_for_backward(x, gate_up, down, torch.from_numpy(wide), torch.from_numpy(inner))
         return torch.from_numpy(out)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        x, gate_up, down = ctx.saved_tensors
-        wide, inner = ctx.held
-        dwide = _swiglu_gradient(wide, _array(dy @ down))
-        return dwide @ gate_up, dwide.T @ x, dy.T @ torch.from_numpy(inner)
+        x, gate_up, down, wide, inner = ctx.saved_tensors
+        dwide = _swiglu_gradient(wide.numpy(), _array(dy @ down))
+        return dwide @ gate_up, dwide.T @ x, dy.T @ inner
 
 
 def _swiglu_gradient(wide: Floats, dinner: Floats) -> Tensor:
@@ -323,7 +318,7 @@ class _SparseMlp(torch.autograd.Function):
         ends, order, place = np.empty(E, np.int64), np.empty(N * K, np.int64), np.empty(N * K, np.int64)
 
         def route(a: int, b: int) -> None:
-            _product(source[a:b], r, scores[a:b])
+            linear.multiply(source[a:b], r, scores[a:b])
             experts.choose(scores[a:b], bias, config.n_group, config.topk_group, config.norm_topk_prob, chosen[a:b],
                            weights[a:b])  # fmt: skip
 
@@ -336,26 +331,26 @@ class _SparseMlp(torch.autograd.Function):
         def multiply(a: int, b: int) -> None:
             experts.expert_products(source, K, w, 0, d, 0, ends, order, _new(b - a, D), wide, inner, outer, a, b, False)
 
-        _over_rows(N * K, multiply, widened=2)
+        _over_rows(N * K, multiply, 2 * _ROWS)
         factor = float(config.routed_scaling_factor)
         _over_rows(
             N, lambda a, b: experts.gather_experts(outer, place[a * K : b * K], weights[a:b], factor, out[a:b], False)
         )
-        ctx.save_for_backward(x, router, gate_up, down)
-        ctx.held = scores, chosen, weights, ends, order, place, wide, inner, outer
+        held = scores, chosen, weights, ends, order, place, wide, inner, outer
+        ctx.save_for_backward(x, router, gate_up, down, *map(torch.from_numpy, held))
         ctx.config = config
         return torch.from_numpy(out)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, router, gate_up, down = ctx.saved_tensors
-        scores, chosen, weights, ends, order, place, wide, inner, outer = ctx.held
+        x, router, gate_up, down, *held = ctx.saved_tensors
+        scores, chosen, weights, ends, order, place, wide, inner, outer = (tensor.numpy() for tensor in held)
         (N, D), K, factor = x.shape, chosen.shape[1], float(ctx.config.routed_scaling_factor)
         given, douter, dweights = _array(dy), _new(N * K, D), _new(N, K)
         _over_rows(
             N * K,
             lambda a, b: gradients.spread_to_experts(given, order, weights, factor, outer, douter, dweights, a, b),
-            widened=2,
+            2 * _ROWS,
         )
         offsets, d = torch.from_numpy(ends.astype(np.int32)), torch.from_numpy(douter)
         dwide = _swiglu_gradient(wide, _array(F.grouped_mm(d, down, offs=offsets)))
@@ -390,12 +385,12 @@ class _Head(torch.autograd.Function):
 
         def work(a: int, b: int) -> None:
             logits = _new(b - a, V)
-            _product(hidden[a:b], w, logits)
+            linear.multiply(hidden[a:b], w, logits)
             vocabulary.soft_cap(logits.reshape(-1), cap)
             vocabulary.score_rows(logits, targets[a:b], temperature[a:b], _new(V), np.ones(V, np.float32),
                                   logprobs[a:b], entropies[a:b])  # fmt: skip
 
-        _over_rows(N, work)
+        _over_rows(N, work, min(chunk_rows, _ROWS))
         entropy_N = torch.from_numpy(entropies)
         ctx.mark_non_differentiable(entropy_N)
         return torch.from_numpy(logprobs), entropy_N
@@ -421,7 +416,7 @@ def _logit_gradient(
     logits = _new(len(hidden), w.shape[1])
 
     def work(a: int, b: int) -> None:
-        _product(hidden[a:b], w, logits[a:b])
+        linear.multiply(hidden[a:b], w, logits[a:b])
         gradients.score_rows_gradient(logits[a:b], cap, targets[a:b], temperature[a:b], grad[a:b])
 
     _over_rows(len(hidden), work)

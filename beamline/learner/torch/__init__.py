@@ -1,4 +1,4 @@
-"""The embedded learner: the Hugging Face module on packed sequences, in this process."""
+"""The embedded learner: packed sequences, in this process."""
 
 from beamline.learner.torch.learner import TorchLearner
 

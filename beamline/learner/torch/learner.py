@@ -1,4 +1,4 @@
-"""The embedded learner: full-parameter training of the Hugging Face module on packed sequences."""
+"""The embedded learner: full-parameter training on packed sequences, by the kernels of the sampler or by torch."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -58,6 +58,10 @@ class TorchLearner:
 
     def __init__(self, module: nn.Module, policy: PolicyConfig, config: LearnerConfig, channel: LocalChannel) -> None:
         self._module, self._policy, self._config, self._channel = module, policy, config, channel
+        if policy.parity:
+            parity.check(module)
+        self._hidden_states = parity.hidden_states if policy.parity else model.hidden_states
+        self._score = parity.head_logprobs if policy.parity else head.head_logprobs
         self._optimizer = Optimizer(module, config.optimizer)
         self._module.train()
         if policy.activation_checkpointing:
@@ -136,14 +140,13 @@ class TorchLearner:
 
     def _evaluate(self, micro: _MicroBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the given rows."""
-        batch, path = micro.batch, parity if self._policy.parity else model
-        hidden_ND = path.hidden_states(
+        batch = micro.batch
+        hidden_ND = self._hidden_states(
             self._module, torch.from_numpy(batch.input_ids_N), torch.from_numpy(batch.position_ids_N), micro.packing
         )
         temperature_N = torch.from_numpy(np.repeat(batch.temperature_B, np.diff(batch.cu_seqlens_B1)))
         module = cast(Any, self._module)
-        score = parity.head_logprobs if self._policy.parity else head.head_logprobs
-        return score(
+        return self._score(
             hidden_ND[rows],
             module.lm_head.weight,
             torch.from_numpy(batch.target_ids_N)[rows],

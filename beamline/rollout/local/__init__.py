@@ -1,4 +1,4 @@
-"""The embedded sampler: torch, in this process, continuous batching over preallocated cache slots."""
+"""The embedded sampler: compiled kernels, in this process, continuous batching over preallocated cache slots."""
 
 from beamline.rollout.local.sampler import LocalSampler
 

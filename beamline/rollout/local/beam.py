@@ -1,6 +1,7 @@
 """Beam's forward pass for sampling: one compiled call evaluates rows of tokens, whatever sequences they belong to.
 
-Formulas are those of transformers' ``modeling_beam``, including where each value is rounded to the model's type.
+Formulas are those of transformers' ``modeling_beam``, including where each value is rounded to the model's type (but
+for attention weights, which stay float32 as in fused attention).
 Another model family is another file like this one, made of the same kernels.
 """
 
@@ -14,15 +15,13 @@ from torch import Tensor
 from beamline.kernels.attention import attend, store
 from beamline.kernels.compiled import kernel
 from beamline.kernels.experts import choose, expert_products, gather_experts, invert, sort_by_expert
-from beamline.kernels.linear import product
+from beamline.kernels.linear import multiply
 from beamline.kernels.rows import add_residual, open_gate, rms_norm, round_rows, swiglu, turn_heads
 from beamline.model.beam import BeamShape, tensors
 from beamline.model.layout import DType
-from beamline.policy.positions import position_tables
+from beamline.policy.positions import Floats, position_tables
 from beamline.policy.weights import split_experts
 from beamline.rollout.local.cache import SlotCache, whole_blocks
-
-Floats = NDArray[np.float32]
 
 
 class Weights(NamedTuple):
@@ -96,10 +95,11 @@ def forward(
     w: Any, traits: Any, space: Any, keys: Any, values: Any, at: Any, places: Any,
     token_ids: Any, positions: Any, slots: Any, routes: Any,
 ) -> Any:  # fmt: skip
-    """Evaluate rows, each a token at a position of a slot; returns hidden states after the final norm, ``[rows, D]``.
+    """Evaluate rows, each a token at a position of a slot.
 
-    Keys and values of all rows are in the cache before a layer attends, so rows may be the positions of one sequence.
-    ``routes [rows, L, K]`` is filled.
+    Returns hidden states after the final norm, ``[rows, D]``, which lie in the workspace. Keys and values of all rows
+    are in the cache before a layer attends, so rows may be the positions of one sequence. ``routes [rows, L, K]`` is
+    filled.
     """
     n, D = len(token_ids), w.embed.shape[1]
     size, heads = w.q_norm.shape[1], w.gate_bias.shape[1]
@@ -107,14 +107,12 @@ def forward(
     bf16, eps, layers = traits.bf16, traits.eps, len(traits.sliding)
     h, x, y = space.h[:n], space.x[:n], space.y[:n]
     qkvg, q, k, attended = space.qkvg[:n], space.q[:n], space.k[:n], space.attended[:n]
-    width = qkvg.shape[1]
     for i in range(n):
         h[i] = w.embed[token_ids[i]]
     for layer in range(layers):
         sliding = traits.sliding[layer]
         rms_norm(h, w.norms, layer * 4 * D, eps, x, bf16)
-        product(x.reshape(-1), 0, D, w.qkvg.reshape(-1), layer * D * width, width, qkvg.reshape(-1), 0, width,
-                n, width, D, False)  # fmt: skip
+        multiply(x, w.qkvg[layer], qkvg)
         round_rows(qkvg, bf16)
         table = (traits.cos, traits.sin, traits.stretch)
         turn_heads(qkvg, 0, heads, w.q_norm[layer], eps, positions, *table, sliding, True, q, bf16)
@@ -125,8 +123,7 @@ def forward(
         attend(q, keys, values, at[layer], places[layer], window, slots, positions, traits.kv_heads, traits.group,
                size, space.scores, space.ones, attended, bf16)  # fmt: skip
         open_gate(attended, qkvg, v_first + kv_width, w.gate_bias[layer], q, bf16)
-        product(q.reshape(-1), 0, q_width, w.o.reshape(-1), layer * q_width * D, D, y.reshape(-1), 0, D,
-                n, D, q_width, False)  # fmt: skip
+        multiply(q, w.o[layer], y)
         round_rows(y, bf16)
         rms_norm(y, w.norms, (layer * 4 + 1) * D, eps, x, bf16)
         add_residual(x, 2 * (layer + 1), h, bf16)
@@ -144,14 +141,12 @@ def forward(
 @kernel
 def dense_mlp(w: Any, traits: Any, space: Any, index: int, x: Any, y: Any) -> None:
     """``y = down(swiglu(gate_up(x)))``."""
-    n, D, I = len(x), x.shape[1], space.inner_dense.shape[1]  # noqa: E741
+    n = len(x)
     wide, inner = space.dense[:n], space.inner_dense[:n]
-    product(x.reshape(-1), 0, D, w.dense_gate_up.reshape(-1), index * D * 2 * I, 2 * I, wide.reshape(-1), 0, 2 * I,
-            n, 2 * I, D, False)  # fmt: skip
+    multiply(x, w.dense_gate_up[index], wide)
     round_rows(wide, traits.bf16)
     swiglu(wide, inner, traits.bf16)
-    product(inner.reshape(-1), 0, I, w.dense_down.reshape(-1), index * I * D, D, y.reshape(-1), 0, D,
-            n, D, I, False)  # fmt: skip
+    multiply(inner, w.dense_down[index], y)
     round_rows(y, traits.bf16)
 
 
@@ -161,7 +156,7 @@ def sparse_mlp(w: Any, traits: Any, space: Any, index: int, x: Any, routes: Any,
     n, D, E, K = len(x), x.shape[1], w.router.shape[2], routes.shape[2]
     scores, weights, chosen = space.router[:n], space.weights[:n], routes[:, index]
     order, place = space.order[: n * K], space.place[: n * K]
-    product(x.reshape(-1), 0, D, w.router.reshape(-1), index * D * E, E, scores.reshape(-1), 0, E, n, E, D, False)
+    multiply(x, w.router[index], scores)
     bias = w.router_bias[index]
     choose(scores, bias, traits.expert_groups, traits.best_groups, traits.normalize, chosen, weights)
     I = space.inner.shape[1]  # noqa: E741
@@ -171,13 +166,6 @@ def sparse_mlp(w: Any, traits: Any, space: Any, index: int, x: Any, routes: Any,
                     traits.bf16)  # fmt: skip
     invert(order, place)
     gather_experts(space.outer, place, weights, traits.factor, y, traits.bf16)
-
-
-@kernel
-def project(w: Any, hidden: Any, logits: Any) -> None:
-    """Logits ``[rows, V]`` before the soft cap, never rounded."""
-    D, V = w.head.shape
-    product(hidden.reshape(-1), 0, D, w.head.reshape(-1), 0, V, logits.reshape(-1), 0, V, len(hidden), V, D, False)
 
 
 class BeamDecoder:
@@ -191,7 +179,7 @@ class BeamDecoder:
         self.weights, self.tensors = _allocate(shape)
         self.traits = _traits(shape, dtype, rope_theta, max_positions)
 
-    def rounded(self) -> None:
+    def round_weights(self) -> None:
         """Round what was received to the model's type; the router stays float32."""
         if self.traits.bf16:
             for spec in tensors(self.shape, "bfloat16"):

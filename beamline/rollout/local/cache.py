@@ -26,7 +26,7 @@ class SlotCache:
         sizes = self.places * kv_heads * head_dim * slots
         ends = np.cumsum(sizes)
         self.at = ends - sizes
-        # Zeros rather than whatever lies there: scores of places that hold nothing are computed, though never used.
+        # Scores of places that hold nothing are computed, though never used; pages of zeros are free until touched.
         self.keys, self.values = (np.zeros(int(ends[-1]), np.float32) for _ in range(2))
         self._width = kv_heads, head_dim
 

@@ -120,7 +120,11 @@ class LocalSampler:
             self._ready = partials
             self._in_flight = {completion.key for completion in partials}
         self._channel.receive(plan, self._decoder.tensors)
-        self._decoder.rounded()
+        self._decoder.round_weights()
+        for name, tensor in self._decoder.tensors.items():
+            if not bool(torch.isfinite(tensor).all()):
+                self._version = None  # the old weights are gone
+                raise FloatingPointError(f"{name} of version {version} holds values that are not finite")
         self._version = version
 
     def sleep(self, level: int) -> None:
@@ -161,6 +165,9 @@ class LocalSampler:
                 f"submit: {request.key} may grow to {total} tokens ({len(ids)} given + {request.params.max_tokens} "
                 f"new), but the sampler has room for {self._positions}"
             )
+        stops = len(set(request.params.stop_ids))
+        if request.params.min_tokens and stops >= self._shape.vocab_size:
+            raise ValueError(f"submit: {request.key} has min_tokens, and all {stops} tokens are stop tokens")
         named = np.concatenate([ids, np.array(request.params.stop_ids, dtype=np.int64)])
         unknown = named[(named < 0) | (named >= self._shape.vocab_size)]
         if len(unknown):
@@ -178,31 +185,42 @@ class LocalSampler:
     def _prefill(self, free: int) -> None:
         _, cache, _ = self._require_awake()
         admitted = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-        by_prefix: dict[bytes, list[int]] = {}
-        for slot, request in zip(self._slots.admit(admitted, self._seed), admitted, strict=True):
-            by_prefix.setdefault(request.prefix_ids.tobytes(), []).append(slot)
-        groups = list(by_prefix.values())
-        shares = [groups[i :: self._threads] for i in range(min(self._threads, len(groups)))]
-        self._share(lambda worker, share: worker.prefill(share, cache, self._slots), shares)
+        before = set(self._slots.requests)
+        try:
+            by_prefix: dict[bytes, list[int]] = {}
+            for slot, request in zip(self._slots.admit(admitted, self._seed), admitted, strict=True):
+                by_prefix.setdefault(request.prefix_ids.astype(np.int32).tobytes(), []).append(slot)
+            groups = list(by_prefix.values())
+            shares = [groups[i :: self._threads] for i in range(min(self._threads, len(groups)))]
+            drawn = self._share(lambda worker, share: worker.prefill(share, cache, self._slots), shares)
+        except BaseException:  # what was not evaluated must not be decoded: it waits again
+            self._slots.release(set(self._slots.requests) - before)
+            self._waiting.extendleft(reversed(admitted))
+            raise
+        self._take_in(drawn)
 
     def _decode(self) -> None:
         _, cache, _ = self._require_awake()
         active = self._slots.active
         shares = np.array_split(active, min(self._threads, -(-len(active) // _LEAST_ROWS)))
-        self._share(lambda worker, share: worker.decode(share, cache, self._slots), shares)
+        self._take_in(self._share(lambda worker, share: worker.decode(share, cache, self._slots), shares))
 
-    def _share(self, work: Callable[[Worker, Any], Drawn], shares: Sequence[Any]) -> None:
-        """Do each share with a worker of its own, the first in this thread, and take in what was drawn."""
+    def _share(self, work: Callable[[Worker, Any], Drawn], shares: Sequence[Any]) -> list[Drawn]:
+        """Do each share with a worker of its own, the first in this thread."""
         _, _, version = self._require_awake()
         others = [
             self._pool.submit(work, worker, share) for worker, share in zip(self._workers[1:], shares[1:], strict=False)
         ]
         try:
-            drawn = [work(self._workers[0], shares[0]), *(other.result() for other in others)]
+            return [work(self._workers[0], shares[0]), *(other.result() for other in others)]
         except NotFiniteError as error:
             raise FloatingPointError(f"{error} under version {version} of the weights") from error
         finally:
             wait(others)  # none may work on behind the back of whoever sees the error
+
+    def _take_in(self, drawn: Sequence[Drawn]) -> None:
+        """Record the tokens that were drawn, and end what is done."""
+        _, _, version = self._require_awake()
         slots, tokens, logprobs = (np.concatenate(parts) for parts in zip(*drawn, strict=True))
         stopped, full = self._slots.append(slots, tokens, logprobs, version)
         ended = stopped | full

@@ -77,7 +77,7 @@ class Slots:
         self.versions[slots, at] = version
         self.length[slots] = at + 1
         stopped: NDArray[np.bool_] = (self.stop_ids[slots] == tokens[:, None]).any(1)
-        return stopped, at + 1 == self.limit[slots]
+        return stopped, at + 1 >= self.limit[slots]
 
     def completion(self, slot: int, finish: Finish) -> Completion:
         """What the sequence in a slot has come to, copied out."""

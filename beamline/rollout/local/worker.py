@@ -9,8 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from beamline.kernels.linear import multiply
 from beamline.kernels.vocabulary import forbid, likeliest_first, sample_rows, soft_cap
-from beamline.rollout.local.beam import BeamDecoder, Floats, forward, project
+from beamline.policy.positions import Floats
+from beamline.rollout.local.beam import BeamDecoder, forward
 from beamline.rollout.local.cache import SlotCache
 from beamline.rollout.local.slots import Slots
 
@@ -73,7 +75,7 @@ class Worker:
 
     def _draw(self, hidden: Floats, taken: NDArray[np.int64], slots: Slots) -> Drawn:
         logits = self._logits[: len(taken)]
-        project(self._decoder.weights, hidden, logits)
+        multiply(hidden, self._decoder.weights.head, logits)  # never rounded
         if not np.isfinite(logits).all():
             raise NotFiniteError("logits are not finite")
         soft_cap(logits.reshape(-1), self._decoder.traits.cap)

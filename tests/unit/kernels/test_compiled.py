@@ -1,9 +1,11 @@
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
 
 import beamline
 from beamline.errors import BeamlineError
@@ -79,3 +81,27 @@ def test_so_it_is_when_kernels_are_imported(tmp_path: Path) -> None:
     ended = subprocess.run(command, cwd=PACKAGE.parent, env=os.environ | place, capture_output=True, text=True)
     assert ended.returncode == 1
     assert "CacheFolderError: compiled kernels are kept in" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "error", [EOFError("cut"), pickle.UnpicklingError("bits"), OSError(28, "No space left on device")]
+)
+def test_a_cache_that_fails_says_where_it_is_and_what_to_do(error: Exception) -> None:
+    def access() -> None:
+        raise error
+
+    with pytest.raises(CacheFolderError, match=r"beamline/kernels/.*(delete that folder|No space left)"):
+        compiled._explained(access)()
+
+
+def test_one_process_at_a_time_reads_or_writes_the_cache() -> None:
+    lock = FileLock(f"{compiled._FOLDER}/lock")
+
+    def access() -> bool:
+        with pytest.raises(Timeout):
+            FileLock(lock.lock_file).acquire(timeout=0)
+        return True
+
+    assert compiled._explained(access)()
+    lock.acquire(timeout=0)
+    lock.release()

@@ -91,3 +91,19 @@ def test_parts_of_arrays_are_read_and_written_and_nothing_else(rows: int, column
     )  # fmt: skip
     expected = within(chain(x, w, start if go_on else None), 29, columns + 6, UNTOUCHED)
     assert np.array_equal(bits(out), bits(expected))
+
+
+@pytest.mark.parametrize("rows", [15, 16, 19])
+@pytest.mark.parametrize("depth", [255, 256, 300])
+def test_a_panel_that_is_packed_first_gives_the_same_bits(rows: int, depth: int) -> None:
+    """From 16 rows and 256 terms on; single rows never are. Parts of larger arrays, going on from some values."""
+    rng = np.random.default_rng(depth)
+    columns, stride = 65, 70
+    x, w, start = (
+        rng.normal(0, 1, n).astype(np.float32) for n in (rows * (depth + 3) + 5, depth * stride + 9, rows * stride)
+    )
+    together, alone = start.copy(), start.copy()
+    product(x, 5, depth + 3, w, 9, stride, together, 2, stride, rows, columns, depth, True)
+    for r in range(rows):
+        product(x, 5 + r * (depth + 3), depth + 3, w, 9, stride, alone, 2 + r * stride, stride, 1, columns, depth, True)
+    assert np.array_equal(bits(together), bits(alone))

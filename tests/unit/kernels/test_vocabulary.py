@@ -107,6 +107,19 @@ def test_the_ends_of_the_uniforms_are_the_first_and_last_possible_tokens(uniform
     assert token == expected
 
 
+@pytest.mark.parametrize(("uniform", "expected"), [(0.25, 1), (0.5, 2), (0.75, 3)])
+def test_a_uniform_at_a_border_draws_the_token_behind_it(uniform: float, expected: int) -> None:
+    (token,), _ = draw_with([[0.0] * 4], [uniform], [OFF])
+    assert token == expected
+
+
+def test_of_many_equals_the_lower_ids_stay() -> None:
+    """More than sorting keeps in order by chance."""
+    n = 200
+    tokens, _ = draw_with(np.zeros((n, 512)), (np.arange(n) + 0.5) / n, [OFF | {"top_k": 3}] * n)
+    assert sorted(set(tokens.tolist())) == [0, 1, 2]
+
+
 def test_temperature_0_takes_the_most_likely_token_for_certain() -> None:
     """Beside other rows, whatever its filters and its uniform."""
     logits = random_logits(6)

@@ -10,14 +10,16 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from beamline.kernels.attention import BLOCK
+from beamline.kernels.linear import multiply
 from beamline.kernels.vocabulary import soft_cap
 from beamline.model.beam import tensors
 from beamline.policy import model
 from beamline.policy.attention import Packing, packed_attention
+from beamline.policy.positions import Floats
 from beamline.policy.weights import named_tensors
 from beamline.records import Key, Request, SamplingParams
 from beamline.rollout.local import worker
-from beamline.rollout.local.beam import BeamDecoder, Floats, forward, project
+from beamline.rollout.local.beam import BeamDecoder, forward
 from beamline.rollout.local.cache import SlotCache
 from beamline.rollout.local.slots import Slots
 from beamline.rollout.local.worker import NotFiniteError, Worker
@@ -35,7 +37,7 @@ def decoder_of(module: nn.Module, dtype: Any = "float32", **changes: Any) -> Bea
     decoder = BeamDecoder(beam_shape(**changes), dtype, THETA, CONTEXT)
     for name, tensor in named_tensors(module).items():
         decoder.tensors[name].copy_(tensor)
-    decoder.rounded()
+    decoder.round_weights()
     return decoder
 
 
@@ -60,7 +62,7 @@ class Evaluation:
             np.array(ids, np.int32), np.array(positions), np.array(slots), routes,
         )  # fmt: skip
         logits = np.empty((len(ids), shape.vocab_size), np.float32)
-        project(self.decoder.weights, hidden, logits)
+        multiply(hidden, self.decoder.weights.head, logits)
         soft_cap(logits.reshape(-1), self.decoder.traits.cap)
         return logits, routes
 

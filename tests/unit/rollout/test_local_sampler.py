@@ -112,12 +112,11 @@ def test_a_prefix_that_several_requests_share_is_evaluated_once(work: list[tuple
 @pytest.mark.parametrize("last", [False, True])
 def test_logits_that_are_not_finite_name_the_version(threads: int, last: bool) -> None:
     """Whichever thread it is that finds them."""
-    module = random_beam()
     asked = requests(3)
+    sampler = local_sampler(module=random_beam(), slots=3, threads=threads)
     broken = int(asked[-1 if last else 0].prefix_ids[0])
-    with torch.no_grad():
-        named_tensors(module)["model.embed_tokens.weight"][broken] = torch.nan
-    sampler = local_sampler(module=module, slots=3, threads=threads)
+    assert sampler._decoder is not None
+    sampler._decoder.tensors["model.embed_tokens.weight"][broken] = torch.nan
     sampler.submit(asked)
     with pytest.raises(FloatingPointError, match="logits are not finite under version 7 of the weights"):
         sampler.poll(60.0)
@@ -153,3 +152,59 @@ def test_a_free_slot_is_taken_at_once(work: list[tuple[str, int, int]]) -> None:
     assert [c.key for c in sampler.poll(60.0)] == [short.key]
     assert {c.key for c in sampler.poll(60.0)} == {other.key, waiting.key}
     assert [(kind, size) for kind, _, size in work] == [("prefill", 2), ("prefill", 1), *3 * [("decode", 2)]]
+
+
+@pytest.mark.parametrize("tensor", ["gate.weight", "gate.e_score_correction_bias", "experts.3.up_proj.weight"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_refused(tensor: str, value: float) -> None:
+    """A router that is not finite would show in no logit: its experts are never chosen."""
+    module = random_beam()
+    with torch.no_grad():
+        named_tensors(module)[f"model.layers.1.mlp.{tensor}"].view(-1)[5] = value
+    with pytest.raises(FloatingPointError, match=f"{tensor} of version 7 holds values that are not finite"):
+        local_sampler(module=module)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 3])
+def test_what_a_failed_prefill_left_is_evaluated_again(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not decoded from an empty cache."""
+    asked = requests(4)
+    sampler = local_sampler(module=random_beam(), slots=4)
+    sampler.submit(asked)
+    expected = {c.key: c.token_ids.tolist() for _ in range(4) for c in sampler.poll(60.0)}
+    assert len(expected) == 4
+    prefill, calls = Worker._prefill, []
+
+    def interrupted(self: Worker, *arguments: Any) -> Drawn:
+        calls.append(1)
+        if len(calls) == failing + 1:
+            raise KeyboardInterrupt
+        return prefill(self, *arguments)
+
+    monkeypatch.setattr(Worker, "_prefill", interrupted)
+    sampler = local_sampler(module=random_beam(), slots=4)
+    sampler.submit(asked)
+    with pytest.raises(KeyboardInterrupt):
+        sampler.poll(60.0)
+    found = {c.key: c.token_ids.tolist() for _ in range(4) for c in sampler.poll(60.0)}
+    assert found == expected
+
+
+def test_stop_tokens_must_leave_one_for_min_tokens() -> None:
+    params = SamplingParams(4, stop_ids=tuple(range(VOCAB)), min_tokens=2)
+    with pytest.raises(ValueError, match=f"min_tokens, and all {VOCAB} tokens are stop tokens"):
+        local_sampler(module=random_beam()).submit([Request(Key("train", 1, "p", 0), np.array([1], np.int32), params)])
+
+
+def test_prefixes_are_compared_as_tokens() -> None:
+    """``[5, 0]`` of 4 bytes each has the bytes of ``[5]`` of 8."""
+    params = SamplingParams(3)
+    asked = [
+        Request(Key("train", 1, "p", 0), np.array([5, 0], np.int32), params),
+        Request(Key("train", 1, "p", 1), np.array([5], np.int64).astype(np.int64), params),  # type: ignore[arg-type]
+    ]
+    together, alone = local_sampler(module=random_beam()), local_sampler(module=random_beam())
+    together.submit(asked)
+    found = {c.key: c.token_ids.tolist() for _ in range(2) for c in together.poll(60.0)}
+    alone.submit(asked[1:])
+    assert found[asked[1].key] == alone.poll(60.0)[0].token_ids.tolist()
