@@ -94,7 +94,8 @@ def test_a_cache_that_fails_says_where_it_is_and_what_to_do(error: Exception) ->
         compiled._explained(access)()
 
 
-def test_one_process_at_a_time_reads_or_writes_the_cache() -> None:
+def test_one_process_at_a_time_reads_or_writes_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_FOLDER", str(tmp_path))
     lock = FileLock(f"{compiled._FOLDER}/lock")
 
     def access() -> bool:
