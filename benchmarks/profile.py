@@ -122,7 +122,7 @@ def _update() -> dict[str, float]:
     for stage, name in STAGES.items():
         for label, wanted in (("forward", name), ("backward", f"{name}Backward")):
             if wanted in spent:
-                shares[f"{stage}, {label}"] = spent[wanted] / total
+                shares[f"{stage}, {label}" if name.startswith("_") else stage] = spent[wanted] / total
     shares["norms and residuals, forward"] += spent["_NormedResidual"] / total
     shares["norms and residuals, backward"] += spent["_NormedResidualBackward"] / total
     return shares | {"rest": 1 - sum(shares.values())}
