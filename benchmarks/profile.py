@@ -103,7 +103,7 @@ def _decode(position: int, rounds: int) -> dict[str, float]:
             attention.store(cache.keys, cache.values, at, places, space.k, space.qkvg, v_first, slots, positions,
                             kv_heads, size)  # fmt: skip
             attention.attend(space.q, cache.keys, cache.values, at, places, window, slots, positions, kv_heads, group,
-                             size, space.scores, space.ones, space.attended, False)  # fmt: skip
+                             size, space.scores, space.attended, False)  # fmt: skip
 
     return {"step_ms": 1e3 * _seconds(step, rounds), "attention_ms": 1e3 * _seconds(attend, rounds)}
 

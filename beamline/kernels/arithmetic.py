@@ -75,41 +75,69 @@ def floats(array: Any) -> Any:
     return array
 
 
+_LANES = 16
+
+
+def _in_chains(builder: Any, length: Any, add: Any) -> Any:
+    """Add up ``length`` terms: 16 chains, a lane each, added in pairs; then what is left over, one after the other.
+
+    ``add(kind, k, total)`` emits ``total`` plus the terms from k on, as many as ``kind`` has lanes.
+    """
+    single = ir.FloatType()
+    kind = ir.VectorType(single, _LANES)
+    whole = builder.mul(builder.sdiv(length, length.type(_LANES)), length.type(_LANES))
+
+    def chain(step: int, width: Any, first: Any, start: Any, stop: Any) -> Any:
+        before = builder.block
+        head, body, done = (builder.append_basic_block(f"chain.{name}") for name in ("head", "body", "done"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        k, total = builder.phi(length.type), builder.phi(width)
+        builder.cbranch(builder.icmp_signed("<", k, stop), body, done)
+        builder.position_at_end(body)
+        k.add_incoming(start, before)
+        k.add_incoming(builder.add(k, length.type(step)), body)
+        total.add_incoming(first, before)
+        total.add_incoming(add(width, k, total), body)
+        builder.branch(head)
+        builder.position_at_end(done)
+        return total
+
+    total = chain(_LANES, kind, ir.Constant(kind, [0.0] * _LANES), length.type(0), whole)
+    for half in (8, 4, 2, 1):
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [(i + half) % _LANES for i in range(_LANES)])
+        total = builder.fadd(total, builder.shuffle_vector(total, total, mask))
+    return chain(1, single, builder.extract_element(total, ir.IntType(32)(0)), whole, length)
+
+
+def _run(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
+    """The values of an array from ``at`` on: a function from an offset and a type to what stands there."""
+    start = builder.gep(context.make_array(kind)(context, builder, array).data, [at])
+    return lambda width, k: builder.load(builder.bitcast(builder.gep(start, [k]), width.as_pointer()), align=4)
+
+
 @intrinsic
 def dot(_context: Any, x: Any, x_at: Any, y: Any, y_at: Any, length: Any) -> Any:
-    """Sum of products of two runs of contiguous arrays: 16 chains, a lane each, added in pairs; then what is left."""
-    lanes = 16
-    kind, single = ir.VectorType(ir.FloatType(), lanes), ir.FloatType()
+    """Sum of products of two runs of contiguous arrays, in 16 chains of fused multiply-adds."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, y = (context.make_array(signature.args[i])(context, builder, arguments[i]).data for i in (0, 2))
-        x, y, length = builder.gep(x, [arguments[1]]), builder.gep(y, [arguments[3]]), arguments[4]
-        whole = builder.mul(builder.sdiv(length, length.type(lanes)), length.type(lanes))
-
-        def chain(step: int, width: Any, first: Any, start: Any, stop: Any) -> Any:
-            before = builder.block
-            head, body, done = (builder.append_basic_block(f"dot.{name}") for name in ("head", "body", "done"))
-            builder.branch(head)
-            builder.position_at_end(head)
-            k, total = builder.phi(length.type), builder.phi(width)
-            builder.cbranch(builder.icmp_signed("<", k, stop), body, done)
-            builder.position_at_end(body)
-            a, b = (builder.load(builder.bitcast(builder.gep(p, [k]), width.as_pointer()), align=4) for p in (x, y))
-            k.add_incoming(start, before)
-            k.add_incoming(builder.add(k, length.type(step)), body)
-            total.add_incoming(first, before)
-            total.add_incoming(call_fma(builder, width, a, b, total), body)
-            builder.branch(head)
-            builder.position_at_end(done)
-            return total
-
-        total = chain(lanes, kind, ir.Constant(kind, [0.0] * lanes), length.type(0), whole)
-        for half in (8, 4, 2, 1):
-            mask = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [(i + half) % lanes for i in range(lanes)])
-            total = builder.fadd(total, builder.shuffle_vector(total, total, mask))
-        return chain(1, single, builder.extract_element(total, ir.IntType(32)(0)), whole, length)
+        a, b = (_run(context, builder, signature.args[i], *arguments[i : i + 2]) for i in (0, 2))
+        return _in_chains(
+            builder, arguments[4], lambda width, k, sum_: call_fma(builder, width, a(width, k), b(width, k), sum_)
+        )
 
     return types.float32(floats(x), types.intp, floats(y), types.intp, types.intp), generate
+
+
+@intrinsic
+def total(_context: Any, x: Any, x_at: Any, length: Any) -> Any:
+    """Sum of a run of a contiguous array, in 16 chains: its :func:`dot` with ones."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        a = _run(context, builder, signature.args[0], *arguments[:2])
+        return _in_chains(builder, arguments[2], lambda width, k, sum_: builder.fadd(sum_, a(width, k)))
+
+    return types.float32(floats(x), types.intp, types.intp), generate
 
 
 @kernel

@@ -9,12 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from beamline.kernels.arithmetic import dot, rounded
+from beamline.kernels.arithmetic import rounded, total
 from beamline.kernels.compiled import kernel
 from beamline.kernels.linear import product
 from beamline.kernels.rows import exponentials
 
 BLOCK = 16
+
+
+@kernel
+def whole_blocks(places: int) -> int:
+    """The places of as many blocks as hold so many."""
+    return (places + BLOCK - 1) // BLOCK * BLOCK
+
+
+@kernel
+def key_at(place: int, size: int) -> int:
+    """Where the key of a place begins, from the first of its head; its values lie ``BLOCK`` apart."""
+    return place // BLOCK * size * BLOCK + place % BLOCK
 
 
 @kernel
@@ -27,7 +39,7 @@ def store(
         place = positions[i] % places
         for head in range(kv_heads):
             base = at + (slots[i] * kv_heads + head) * size * places
-            key = base + place // BLOCK * size * BLOCK + place % BLOCK
+            key = base + key_at(place, size)
             value = base + place * size
             for j in range(size):
                 keys[key + j * BLOCK] = k[i, head * size + j]
@@ -37,12 +49,11 @@ def store(
 @kernel
 def attend(
     q: Any, keys: Any, values: Any, at: int, places: int, window: int, slots: Any, positions: Any,
-    kv_heads: int, group: int, size: int, scores: Any, ones: Any, out: Any, bf16: bool,
+    kv_heads: int, group: int, size: int, scores: Any, out: Any, bf16: bool,
 ) -> None:  # fmt: skip
     """``out = softmax(q k^T / sqrt(d)) v`` over the last ``window`` positions of each row's slot.
 
-    ``q`` and ``out`` are ``[rows, KV * group * d]``; ``scores [2 * group * places]`` is scratch, ``ones`` as many
-    ones as there are places.
+    ``q`` and ``out`` are ``[rows, KV * group * d]``; ``scores [2 * group * places]`` is scratch.
     """
     scale = np.float32(1 / np.sqrt(size))
     queries, results = q.reshape(-1), out.reshape(-1)
@@ -76,7 +87,7 @@ def attend(
                 product(scores, ordered + before_end, places, values, base, size, results, query, size,
                         group, size, count - before_end, True)  # fmt: skip
             for g in range(group):
-                total = dot(scores, ordered + g * places, ones, 0, count)
+                share = total(scores, ordered + g * places, count)
                 row = results[query + g * size : query + (g + 1) * size]
                 for j in range(size):
-                    row[j] = rounded(row[j] / total, bf16)
+                    row[j] = rounded(row[j] / share, bf16)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from beamline.kernels.arithmetic import dot, sigmoid
-from beamline.kernels.attention import BLOCK
+from beamline.kernels.arithmetic import dot, sigmoid, total
+from beamline.kernels.attention import BLOCK, key_at, whole_blocks
 from beamline.kernels.compiled import kernel
 from beamline.kernels.linear import product
 from beamline.kernels.rows import exponentials, inverse_rms
@@ -24,15 +24,24 @@ def rms_norm_gradient(x: Any, weight: Any, eps: float, factor: float, dy: Any, d
     source, target = x.reshape(-1), dx.reshape(-1)
     t, f = np.empty(width, np.float32), np.float32(factor)
     for i in range(len(x)):
-        row, given, result = x[i], dy[i], target[i * width : (i + 1) * width]
-        scale = inverse_rms(source, i * width, width, eps)
-        for j in range(width):
-            t[j] = weight[j] * given[j] * f
-        pull = scale * scale * scale * dot(t, 0, source, i * width, width) / np.float32(width)
-        for j in range(width):
-            result[j] = scale * t[j] - pull * row[j]
-        for j in range(width):
-            dweight[j] += given[j] * f * row[j] * scale
+        _norm_gradient(source, i * width, weight, eps, f, dy[i], t, target, dweight)
+
+
+@kernel
+def _norm_gradient(
+    source: Any, at: int, weight: Any, eps: float, factor: Any, dy: Any, t: Any, target: Any, dweight: Any
+) -> None:
+    """Of one normed run from ``at`` on, to the same place of ``target``; ``t`` is scratch of its width."""
+    width = len(weight)
+    row, result = source[at : at + width], target[at : at + width]
+    scale = inverse_rms(source, at, width, eps)
+    for j in range(width):
+        t[j] = weight[j] * dy[j] * factor
+    pull = scale * scale * scale * dot(t, 0, source, at, width) / np.float32(width)
+    for j in range(width):
+        result[j] = scale * t[j] - pull * row[j]
+    for j in range(width):
+        dweight[j] += dy[j] * factor * row[j] * scale
 
 
 @kernel
@@ -70,10 +79,10 @@ def open_gate_gradient(
                 s = sigmoid(gate[j] + b)
                 dvalue[j] = d[j] * s
                 dgate[j] = d[j] * value[j] * s * (_ONE - s)
-            total = np.float32(0)
+            added = np.float32(0)
             for j in range(size):
-                total += dgate[j]
-            dbias[head] += total
+                added += dgate[j]
+            dbias[head] += added
 
 
 @kernel
@@ -100,15 +109,7 @@ def turn_heads_gradient(
                     d[j] = low[j] * factor
                     d[half + j] = high[j] * factor
             at = i * qkvg.shape[1] + first + head * size
-            row, result = source[at : at + size], target[at : at + size]
-            scale = inverse_rms(source, at, size, eps)
-            for j in range(size):
-                t[j] = weight[j] * d[j]
-            pull = scale * scale * scale * dot(t, 0, source, at, size) / np.float32(size)
-            for j in range(size):
-                result[j] = scale * t[j] - pull * row[j]
-            for j in range(size):
-                dweight[j] += d[j] * row[j] * scale
+            _norm_gradient(source, at, weight, eps, _ONE, d, t, target, dweight)
 
 
 @kernel
@@ -118,13 +119,13 @@ def weigh_gradient(scores: Any, chosen: Any, weights: Any, normalize: bool, dwei
     for i in range(len(scores)):
         for e in range(E):
             dlogits[i, e] = 0
-        total, shared = np.float32(0), np.float32(0)
+        mass, shared = np.float32(0), np.float32(0)
         for k in range(K):
-            total += scores[i, chosen[i, k]]
+            mass += scores[i, chosen[i, k]]
             shared += dweights[i, k] * weights[i, k]
         for k in range(K):
             s = scores[i, chosen[i, k]]
-            ds = (dweights[i, k] - shared) / (total + np.float32(1e-20)) if normalize else dweights[i, k]
+            ds = (dweights[i, k] - shared) / (mass + np.float32(1e-20)) if normalize else dweights[i, k]
             dlogits[i, chosen[i, k]] = ds * s * (_ONE - s)
 
 
@@ -149,15 +150,15 @@ def spread_to_experts(
 def gather_rows(drows: Any, place: Any, choices: int, dx: Any) -> None:
     """``dx[i] = sum of drows[place[i, k]]`` over a row's choices k, in their order."""
     for i in range(len(dx)):
-        total = dx[i]
+        row = dx[i]
         for k in range(choices):
             part = drows[place[i * choices + k]]
             if k == 0:
                 for j in range(dx.shape[1]):
-                    total[j] = part[j]
+                    row[j] = part[j]
             else:
                 for j in range(dx.shape[1]):
-                    total[j] += part[j]
+                    row[j] += part[j]
 
 
 @kernel
@@ -167,13 +168,13 @@ def score_rows_gradient(logits: Any, cap: float, targets: Any, temperature: Any,
     ``(onehot(y) - softmax(l)) / T * (1 - (l T / cap)^2)`` with ``l = cap tanh(z / cap) / T``.
     """
     V = logits.shape[1]
-    probs, ones, limit = np.empty(V, np.float32), np.ones(V, np.float32), np.float32(cap)
+    probs, limit = np.empty(V, np.float32), np.float32(cap)
     for i in range(len(logits)):
         row = logits[i]
         soft_cap(row, cap)
-        _, total, _ = temper(row, temperature[i], probs, ones)
+        _, mass, _ = temper(row, temperature[i], probs)
         scale = dlogprobs[i] / temperature[i]
-        share = scale / total
+        share = scale / mass
         to_capped = temperature[i] / limit
         own = row[targets[i]] * to_capped
         for v in range(V):
@@ -188,7 +189,7 @@ def _transposed(x: Any, first: int, heads: int, size: int, places: int) -> Any:
     out = np.zeros(heads * places * size, np.float32)
     for i in range(len(x)):
         for head in range(heads):
-            at = (head * places + i // BLOCK * BLOCK) * size + i % BLOCK
+            at = head * places * size + key_at(i, size)
             for j in range(size):
                 out[at + j * BLOCK] = x[i, first + head * size + j]
     return out
@@ -205,13 +206,13 @@ def attend_gradient(
     ``dk = ds^T q``.
     """
     S, width, kv_width, wide = len(q), q.shape[1], k.shape[1], qkvg.shape[1]
-    places = (S + BLOCK - 1) // BLOCK * BLOCK
+    places = whole_blocks(S)
     keys = _transposed(k, 0, kv_heads, size, places)
     values = _transposed(qkvg, v_first, kv_heads, size, places)
     scores, p = np.zeros(BLOCK * places, np.float32), np.zeros(BLOCK * places, np.float32)
     p_turned, ds_turned = np.zeros(BLOCK * places, np.float32), np.zeros(BLOCK * places, np.float32)
     qs, ks, dys, outs = q.reshape(-1), k.reshape(-1), dy.reshape(-1), attended.reshape(-1)
-    dqs, dks, dvs, ones = dq.reshape(-1), dk.reshape(-1), dqkvg.reshape(-1), np.ones(places, np.float32)
+    dqs, dks, dvs = dq.reshape(-1), dk.reshape(-1), dqkvg.reshape(-1)
     scale = np.float32(1 / np.sqrt(size))
     for i in range(S):
         for j in range(kv_width):
@@ -235,7 +236,7 @@ def attend_gradient(
                 exponentials(p, r * places + first, places, 1, end - first, scale)
                 row[:first] = 0
                 row[end:] = 0
-                share = _ONE / dot(p, r * places, ones, 0, span)
+                share = _ONE / total(p, r * places, span)
                 pull = dot(dys, query + r * width, outs, query + r * width, size)
                 for j in range(span):
                     row[j] = row[j] * share

@@ -19,6 +19,15 @@ _VECTOR = 16  # floats; compilers cut it into what the machine has
 _WIDE = 32 if llvm.get_host_cpu_features().get("avx512f") else 16  # columns that fit into registers with 4 rows
 
 
+def _in_each_lane(builder: Any, kind: Any, value: Any) -> Any:
+    """A float as it is, or as many of it as a vector has lanes."""
+    if not isinstance(kind, ir.VectorType):
+        return value
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.IntType(32)(0))
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), [0] * kind.count)
+    return builder.shuffle_vector(first, first, mask)
+
+
 def _tile(rows: int, columns: int) -> Any:
     """An intrinsic that computes a tile of ``out (+)= x @ w`` over ``depth`` terms.
 
@@ -63,11 +72,7 @@ def _tile(rows: int, columns: int) -> Any:
             following = {}
             for r in range(rows):
                 at = builder.gep(x, [builder.add(builder.mul(index(r), x_stride), k)])
-                value = builder.load(at)
-                if lanes > 1:
-                    single = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.IntType(32)(0))
-                    mask = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
-                    value = builder.shuffle_vector(single, single, mask)
+                value = _in_each_lane(builder, kind, builder.load(at))
                 for c in range(vectors):
                     following[r, c] = call_fma(builder, kind, value, columns_k[c], sums[r, c])
             after = builder.add(k, index(1))
@@ -137,7 +142,11 @@ def _panel(
     x: Any, x_at: int, x_stride: int, w: Any, w_at: int, w_stride: int,
     out: Any, out_at: int, out_stride: int, rows: int, width: int, depth: int, go_on: bool,
 ) -> None:  # fmt: skip
-    """One tile's width of columns."""
+    """One tile's width of columns.
+
+    Each tile is called by its name: numba finds no kernel in its cache that closes over an intrinsic, since the hash of
+    an intrinsic differs between processes.
+    """
     r = 0
     while r < rows:
         height = 4 if rows - r >= 4 else (2 if rows - r >= 2 else 1)

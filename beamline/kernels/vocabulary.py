@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from beamline.kernels.arithmetic import dot, exp, tanh
+from beamline.kernels.arithmetic import dot, exp, tanh, total
 from beamline.kernels.compiled import kernel
 
 _LOWEST = np.float32(-np.inf)
@@ -21,10 +21,10 @@ def soft_cap(logits: Any, cap: float) -> None:
 
 
 @kernel
-def temper(row: Any, temperature: Any, probs: Any, ones: Any) -> tuple[Any, Any, Any]:
+def temper(row: Any, temperature: Any, probs: Any) -> tuple[Any, Any, Any]:
     """Divide logits by the temperature, in place, and set ``probs = exp(logit - largest)``.
 
-    Returns the largest logit, the sum of ``probs`` and its logarithm. ``ones`` are as many ones as the row is long.
+    Returns the largest logit, the sum of ``probs`` and its logarithm.
     """
     largest = _LOWEST
     for v in range(len(row)):
@@ -32,25 +32,23 @@ def temper(row: Any, temperature: Any, probs: Any, ones: Any) -> tuple[Any, Any,
         largest = max(largest, row[v])
     for v in range(len(row)):
         probs[v] = exp(row[v] - largest)
-    total = dot(probs, 0, ones, 0, len(row))
-    return largest, total, np.float32(math.log(np.float64(total)))
+    mass = total(probs, 0, len(row))
+    return largest, mass, np.float32(math.log(np.float64(mass)))
 
 
 @kernel
-def score_rows(
-    logits: Any, targets: Any, temperature: Any, probs: Any, ones: Any, logprobs: Any, entropies: Any
-) -> None:
+def score_rows(logits: Any, targets: Any, temperature: Any, probs: Any, logprobs: Any, entropies: Any) -> None:
     """Log-probability of each row's target, and entropy of its distribution; capped logits are overwritten.
 
     ``H = log(sum) - sum(p (l - largest)) / sum`` for ``p = exp(l - largest)``.
     """
     for i in range(len(logits)):
         row = logits[i]
-        largest, total, log_total = temper(row, temperature[i], probs, ones)
+        largest, mass, log_total = temper(row, temperature[i], probs)
         logprobs[i] = logprob(row, targets[i], largest, log_total)
         for v in range(len(row)):
             row[v] = row[v] - largest
-        entropies[i] = log_total - dot(probs, 0, row, 0, len(row)) / total
+        entropies[i] = log_total - dot(probs, 0, row, 0, len(row)) / mass
 
 
 @kernel
@@ -62,10 +60,10 @@ def logprob(row: Any, token: int, largest: Any, log_total: Any) -> Any:
 @kernel
 def draw(row: Any, probs: Any, uniform: Any) -> Any:
     """The token at which the cumulated probabilities, in double precision, pass ``uniform`` of their sum."""
-    total = 0.0
+    mass = 0.0
     for v in range(len(row)):
-        total += np.float64(probs[v])
-    target, reached, last = uniform * total, 0.0, 0
+        mass += np.float64(probs[v])
+    target, reached, last = uniform * mass, 0.0, 0
     for v in range(len(row)):
         if probs[v] > 0:
             reached += np.float64(probs[v])
@@ -81,9 +79,7 @@ def likeliest_first(logits: NDArray[np.float32]) -> NDArray[np.int64]:
 
 
 @kernel
-def sample(
-    row: Any, order: Any, probs: Any, ones: Any, uniform: Any, temperature: Any, top_p: Any, top_k: int, min_p: Any
-) -> Any:
+def sample(row: Any, order: Any, probs: Any, uniform: Any, temperature: Any, top_p: Any, top_k: int, min_p: Any) -> Any:
     """A token of one row of logits (which is overwritten), and its log-probability under what it was drawn from.
 
     A temperature of 0 takes the most likely token, with log-probability 0. Filters apply to the tempered distribution
@@ -92,10 +88,10 @@ def sample(
     """
     if temperature == 0:
         return np.argmax(row), np.float32(0)
-    largest, _, log_total = temper(row, temperature, probs, ones)
+    largest, _, log_total = temper(row, temperature, probs)
     if top_k > 0 or top_p < 1 or min_p > 0:
         _filter(probs, order, top_p, top_k, min_p)
-        log_total = np.float32(math.log(np.float64(dot(probs, 0, ones, 0, len(row)))))
+        log_total = np.float32(math.log(np.float64(total(probs, 0, len(row)))))
     token = draw(row, probs, uniform)
     return token, logprob(row, token, largest, log_total)
 
@@ -103,13 +99,13 @@ def sample(
 @kernel
 def sample_rows(
     logits: Any, orders: Any, uniforms: Any, temperature: Any, top_p: Any, top_k: Any, min_p: Any,
-    probs: Any, ones: Any, tokens: Any, logprobs: Any,
+    probs: Any, tokens: Any, logprobs: Any,
 ) -> None:  # fmt: skip
     """:func:`sample` for each row. ``orders`` has a row for each or, where no row is filtered, none."""
     for i in range(len(logits)):
         order = orders[i] if len(orders) else orders.reshape(-1)
         tokens[i], logprobs[i] = sample(
-            logits[i], order, probs, ones, uniforms[i], temperature[i], top_p[i], top_k[i], min_p[i]
+            logits[i], order, probs, uniforms[i], temperature[i], top_p[i], top_k[i], min_p[i]
         )
 
 
@@ -131,12 +127,12 @@ def _filter(probs: Any, order: Any, top_p: Any, top_k: int, min_p: Any) -> None:
     floor = np.float64(min_p) * np.float64(probs[order[0]])
     while kept > 1 and np.float64(probs[order[kept - 1]]) < floor:
         kept -= 1
-    total = 0.0
+    mass = 0.0
     for i in range(kept):
-        total += np.float64(probs[order[i]])
+        mass += np.float64(probs[order[i]])
     before = 0.0
     for i in range(V):
-        allowed = i < kept and (i == 0 or top_p >= 1 or before / total < top_p)
+        allowed = i < kept and (i == 0 or top_p >= 1 or before / mass < top_p)
         before += np.float64(probs[order[i]])
         if not allowed:
             probs[order[i]] = 0

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from beamline.kernels import attention as attention_kernels
 from beamline.kernels import experts, gradients, linear, rows, vocabulary
 from beamline.kernels.parallel import over_items, over_rows
 from beamline.policy.attention import Packing
-from beamline.policy.positions import Floats, position_tables
+from beamline.policy.positions import Floats, position_tables, rope_theta
 
 T = TypeVar("T")
 
@@ -37,6 +37,25 @@ class Packed:
     positions_N: NDArray[np.int64]
     spans: tuple[tuple[int, int], ...]  # first and last row of each sequence, the last not included
     tables: tuple[Floats, Floats, Floats]
+
+
+class _Heads(NamedTuple):
+    """How a row of fused projections ``[q | k | v | gate]`` is divided."""
+
+    heads: int
+    kv_heads: int
+    group: int  # query heads that share a key head
+    size: int
+    q_width: int
+    kv_width: int
+    v_first: int
+    gate_first: int
+
+
+def _heads(config: Any) -> _Heads:
+    heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    q, kv = heads * size, kv_heads * size
+    return _Heads(heads, kv_heads, heads // kv_heads, size, q, kv, q + kv, q + 2 * kv)
 
 
 def check(module: nn.Module) -> None:
@@ -56,7 +75,7 @@ def check(module: nn.Module) -> None:
 def hidden_states(module: nn.Module, input_ids_N: Tensor, position_ids_N: Tensor, packing: Packing) -> Tensor:
     """Last hidden states ``[N, D]`` (after the final norm) of packed sequences; see :func:`model.hidden_states`."""
     config, model = cast(Any, module).config, cast(Any, module).model
-    tables = _tables(config.head_dim, _theta(config), int(position_ids_N.max()) + 1)
+    tables = _tables(config.head_dim, rope_theta(config), int(position_ids_N.max()) + 1)
     packed = Packed(position_ids_N.numpy(), tuple(pairwise(packing.borders)), tables)
     h = F.embedding(input_ids_N, model.embed_tokens.weight)
     for layer, kind in zip(model.layers, config.layer_types, strict=True):
@@ -71,10 +90,6 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each row's target and entropy of its distribution; see :func:`head.head_logprobs`."""
     return cast(tuple[Tensor, Tensor], _apply(_Head, hidden_ND, weight_VD, target_N, temperature_N, cap, chunk_rows))
-
-
-def _theta(config: Any) -> float:
-    return float(config.rope_parameters["sliding_attention"]["rope_theta"])
 
 
 @lru_cache(maxsize=4)
@@ -186,67 +201,66 @@ class _Attention(torch.autograd.Function):
         ctx: Any, x: Tensor, qkvg_weight: Tensor, q_norm: Tensor, k_norm: Tensor, gate_bias: Tensor,
         o_weight: Tensor, config: Any, sliding: bool, packed: Packed,
     ) -> Tensor:  # fmt: skip
-        N, size, eps = len(x), config.head_dim, config.rms_norm_eps
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        q_width, kv_width = heads * size, kv_heads * size
+        N, eps, heads = len(x), config.rms_norm_eps, _heads(config)
         source, qw, kw, bias = _array(x), _array(q_norm), _array(k_norm), _array(gate_bias)
         w, o = _array(qkvg_weight.T), _array(o_weight.T)
-        qkvg, q, k, attended, gated = (_new(N, n) for n in (w.shape[1], q_width, kv_width, q_width, q_width))
+        qkvg, q, k, attended, gated = (
+            _new(N, n) for n in (w.shape[1], heads.q_width, heads.kv_width, heads.q_width, heads.q_width)
+        )
         out, positions = _new(N, o.shape[1]), packed.positions_N
 
         def project(a: int, b: int) -> None:
             linear.multiply(source[a:b], w, qkvg[a:b])
-            for first, count, weight, query, turned in ((0, heads, qw, True, q), (q_width, kv_heads, kw, False, k)):
+            for first, count, weight, query, turned in (
+                (0, heads.heads, qw, True, q), (heads.q_width, heads.kv_heads, kw, False, k),
+            ):  # fmt: skip
                 rows.turn_heads(qkvg[a:b], first, count, weight, eps, positions[a:b], *packed.tables, sliding, query,
                                 turned[a:b], False)  # fmt: skip
 
         def close(a: int, b: int) -> None:
-            rows.open_gate(attended[a:b], qkvg[a:b], q_width + 2 * kv_width, bias, gated[a:b], False)
+            rows.open_gate(attended[a:b], qkvg[a:b], heads.gate_first, bias, gated[a:b], False)
             linear.multiply(gated[a:b], o, out[a:b])
 
         _over_rows(N, project)
-        window = config.sliding_window if sliding else len(packed.tables[2])
-        _attend(q, k, qkvg, attended, packed, window, kv_heads, heads // kv_heads, size)
+        window = _window(config, sliding, packed)
+        _attend(q, k, qkvg, attended, packed, window, heads)
         _over_rows(N, close)
         ctx.save_for_backward(x, qkvg_weight, q_norm, k_norm, gate_bias, o_weight,
                               *map(torch.from_numpy, (qkvg, q, k, attended, gated)))  # fmt: skip
-        ctx.config, ctx.sliding, ctx.packed = config, sliding, packed
+        ctx.config, ctx.sliding, ctx.packed, ctx.window = config, sliding, packed, window
         return torch.from_numpy(out)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, qkvg_weight, q_norm, k_norm, gate_bias, o_weight, *held = ctx.saved_tensors
         qkvg, q, k, attended, gated = (tensor.numpy() for tensor in held)
-        config, sliding = ctx.config, ctx.sliding
+        config, sliding, window = ctx.config, ctx.sliding, ctx.window
         packed: Packed = ctx.packed
-        size, eps, positions = config.head_dim, config.rms_norm_eps, packed.positions_N
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        q_width, kv_width = heads * size, kv_heads * size
-        v_first, gate_first = q_width + kv_width, q_width + 2 * kv_width
+        heads, eps, positions = _heads(config), config.rms_norm_eps, packed.positions_N
         qw, kw, bias = _array(q_norm), _array(k_norm), _array(gate_bias)
         dgated, dqkvg, dattended = _array(dy @ o_weight), _new(*qkvg.shape), _new(*attended.shape)
 
         def reopen(a: int, b: int) -> Floats:
             dbias = np.zeros_like(bias)
-            gradients.open_gate_gradient(attended[a:b], qkvg[a:b], gate_first, bias, dgated[a:b], dattended[a:b],
-                                         dqkvg[a:b], dbias)  # fmt: skip
+            gradients.open_gate_gradient(attended[a:b], qkvg[a:b], heads.gate_first, bias, dgated[a:b],
+                                         dattended[a:b], dqkvg[a:b], dbias)  # fmt: skip
             return dbias
 
         dbias = _sum(_over_rows(len(dy), reopen))
         dq, dk = _new(*q.shape), np.zeros_like(k)
-        window = config.sliding_window if sliding else len(packed.tables[2])
 
-        def attend_back(border: tuple[int, int]) -> None:
-            part = slice(*border)
-            gradients.attend_gradient(q[part], k[part], qkvg[part], v_first, attended[part], dattended[part], window,
-                                      kv_heads, heads // kv_heads, size, dq[part], dk[part], dqkvg[part])  # fmt: skip
+        def attend_back(span: tuple[int, int]) -> None:
+            part = slice(*span)
+            gradients.attend_gradient(q[part], k[part], qkvg[part], heads.v_first, attended[part], dattended[part],
+                                      window, heads.kv_heads, heads.group, heads.size, dq[part], dk[part],
+                                      dqkvg[part])  # fmt: skip
 
         over_items(packed.spans, torch.get_num_threads(), attend_back)
 
         def turn_back(a: int, b: int) -> tuple[Floats, Floats]:
             dqw, dkw = np.zeros_like(qw), np.zeros_like(kw)
             for first, count, weight, query, given, to in (
-                (0, heads, qw, True, dq, dqw), (q_width, kv_heads, kw, False, dk, dkw),
+                (0, heads.heads, qw, True, dq, dqw), (heads.q_width, heads.kv_heads, kw, False, dk, dkw),
             ):  # fmt: skip
                 gradients.turn_heads_gradient(qkvg[a:b], first, count, weight, eps, positions[a:b], *packed.tables,
                                               sliding, query, given[a:b], dqkvg[a:b], to)  # fmt: skip
@@ -258,20 +272,25 @@ class _Attention(torch.autograd.Function):
         return d @ qkvg_weight, *weights, None, None, None
 
 
-def _attend(
-    q: Floats, k: Floats, qkvg: Floats, out: Floats, packed: Packed, window: int, kv_heads: int, group: int, size: int
-) -> None:
+def _window(config: Any, sliding: bool, packed: Packed) -> int:
+    """Positions that a query sees at most, itself included; in a full layer all that there are."""
+    return int(config.sliding_window) if sliding else len(packed.tables[0])
+
+
+def _attend(q: Floats, k: Floats, qkvg: Floats, out: Floats, packed: Packed, window: int, heads: _Heads) -> None:
     """Each sequence through the sampler's attention, as if it had a cache of its own without a ring."""
-    v_first = (kv_heads * group + kv_heads) * size
+    kv_heads, size = heads.kv_heads, heads.size
 
     def work(span: tuple[int, int]) -> None:
         a, b = span
-        places = -(-(b - a) // attention_kernels.BLOCK) * attention_kernels.BLOCK
-        keys, values, scores = _new(kv_heads * size * places), _new(kv_heads * size * places), _new(2 * group * places)
-        slots, positions, ones = np.zeros(b - a, np.int64), packed.positions_N[a:b], np.ones(places, np.float32)
-        attention_kernels.store(keys, values, 0, places, k[a:b], qkvg[a:b], v_first, slots, positions, kv_heads, size)
-        attention_kernels.attend(q[a:b], keys, values, 0, places, window, slots, positions, kv_heads, group, size,
-                                 scores, ones, out[a:b], False)  # fmt: skip
+        places = attention_kernels.whole_blocks(b - a)
+        keys, values = _new(kv_heads * size * places), _new(kv_heads * size * places)
+        scores = _new(2 * heads.group * places)
+        slots, positions = np.zeros(b - a, np.int64), packed.positions_N[a:b]
+        attention_kernels.store(keys, values, 0, places, k[a:b], qkvg[a:b], heads.v_first, slots, positions,
+                                kv_heads, size)  # fmt: skip
+        attention_kernels.attend(q[a:b], keys, values, 0, places, window, slots, positions, kv_heads, heads.group, size,
+                                 scores, out[a:b], False)  # fmt: skip
 
     over_items(packed.spans, torch.get_num_threads(), work)
 
@@ -387,8 +406,8 @@ class _Head(torch.autograd.Function):
             logits = _new(b - a, V)
             linear.multiply(hidden[a:b], w, logits)
             vocabulary.soft_cap(logits.reshape(-1), cap)
-            vocabulary.score_rows(logits, targets[a:b], temperature[a:b], _new(V), np.ones(V, np.float32),
-                                  logprobs[a:b], entropies[a:b])  # fmt: skip
+            vocabulary.score_rows(logits, targets[a:b], temperature[a:b], _new(V), logprobs[a:b],
+                                  entropies[a:b])  # fmt: skip
 
         _over_rows(N, work, min(chunk_rows, _ROWS))
         entropy_N = torch.from_numpy(entropies)

@@ -1,5 +1,7 @@
 """What attention makes of a token's position."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -7,6 +9,11 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 
 _BLOCK = 1024  # positions computed together, always as many, so that a table does not depend on how long it is
+
+
+def rope_theta(config: Any) -> float:
+    """The base of the rotation in sliding layers, of a Hugging Face configuration."""
+    return float(config.rope_parameters["sliding_attention"]["rope_theta"])
 
 
 def position_tables(head_dim: int, theta: float, positions: int) -> tuple[Floats, Floats, Floats]:

@@ -13,6 +13,7 @@ from beamline.learner.torch import TorchLearner
 from beamline.model.beam import BeamShape, ModelError
 from beamline.model.layout import DType
 from beamline.policy import model
+from beamline.policy.positions import rope_theta
 from beamline.policy.weights import module_layout, named_tensors
 from beamline.rollout.local import LocalSampler
 from beamline.rollout.sampler import Sampler
@@ -107,7 +108,7 @@ def sampler_of(config: RunConfig, module: nn.Module, version: int) -> Sampler:
 
 def local_sampler(config: RunConfig, shape: BeamShape, module: nn.Module, channel: LocalChannel) -> LocalSampler:
     """The embedded sampler for a run."""
-    theta = cast(Any, module).config.rope_parameters["sliding_attention"]["rope_theta"]
+    theta = rope_theta(cast(Any, module).config)
     rollout = config.rollout
     threads = config.runtime.threads
     return LocalSampler(shape, DTYPE, theta, rollout.slots, positions(config), config.seed, channel, threads)

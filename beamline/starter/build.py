@@ -24,6 +24,7 @@ from transformers import BeamConfig
 from beamline.chat import BeamChat
 from beamline.model.beam import BeamShape
 from beamline.policy import attention, head, model
+from beamline.policy.positions import rope_theta
 from beamline.policy.weights import module_layout, named_tensors
 from beamline.records import Key, Problem, Request, SamplingParams
 from beamline.rollout.local import LocalSampler
@@ -205,7 +206,7 @@ def sampled_accuracy(module: nn.Module, chat: BeamChat, problems: list[Problem],
     """Share of right answers, and of well-formed responses, of one sample a problem at temperature 1."""
     config = cast(Any, module).config
     channel = LocalChannel()
-    theta = config.rope_parameters["sliding_attention"]["rope_theta"]
+    theta = rope_theta(config)
     shape = BeamShape.from_config(config.to_dict())
     sampler = LocalSampler(shape, "float32", theta, 256, 64 + _RESPONSE_LIMIT, seed, channel)
     weights = plan(module_layout(module), sampler.layout("full"))

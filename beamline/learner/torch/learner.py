@@ -16,7 +16,7 @@ from beamline.learner.planning import contributing, denominator, micro_batches
 from beamline.learner.torch.optimizer import Optimizer
 from beamline.model.layout import Layout, TensorSlice, WeightKind
 from beamline.policy import attention, head, model, parity
-from beamline.policy.weights import DTYPE_NAMES, module_layout, named_tensors, raw
+from beamline.policy.weights import DTYPE_NAMES, first_not_finite, module_layout, named_tensors, raw
 from beamline.records import Batch, Experience, pack
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import TransferPlan
@@ -171,10 +171,11 @@ class TorchLearner:
         Raises:
             FloatingPointError: a weight is not finite; nothing was written.
         """
-        for name, tensor in named_tensors(self._module).items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise FloatingPointError(f"{name} holds values that are not finite; no checkpoint was written")
-        _write(writer, "policy", named_tensors(self._module).items())
+        tensors = named_tensors(self._module)
+        name = first_not_finite(tensors)
+        if name is not None:
+            raise FloatingPointError(f"{name} holds values that are not finite; no checkpoint was written")
+        _write(writer, "policy", tensors.items())
         _write(writer, "optimizer", self._optimizer.named_state())
         writer.write_state("learner", {"updates": self._optimizer.updates})
 

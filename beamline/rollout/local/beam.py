@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from beamline.kernels.attention import attend, store
+from beamline.kernels.attention import attend, store, whole_blocks
 from beamline.kernels.compiled import kernel
 from beamline.kernels.experts import choose, expert_products, gather_experts, invert, sort_by_expert
 from beamline.kernels.linear import multiply
@@ -21,7 +21,7 @@ from beamline.model.beam import BeamShape, tensors
 from beamline.model.layout import DType
 from beamline.policy.positions import Floats, position_tables
 from beamline.policy.weights import split_experts
-from beamline.rollout.local.cache import SlotCache, whole_blocks
+from beamline.rollout.local.cache import SlotCache
 
 
 class Weights(NamedTuple):
@@ -76,7 +76,6 @@ class Workspace(NamedTuple):
     k: Floats
     attended: Floats
     scores: Floats
-    ones: Floats
     dense: Floats
     inner_dense: Floats
     router: Floats
@@ -121,7 +120,7 @@ def forward(
         store(keys, values, at[layer], places[layer], k, qkvg, v_first, slots, positions, traits.kv_heads, size)
         window = traits.window if sliding else len(traits.stretch)
         attend(q, keys, values, at[layer], places[layer], window, slots, positions, traits.kv_heads, traits.group,
-               size, space.scores, space.ones, attended, bf16)  # fmt: skip
+               size, space.scores, attended, bf16)  # fmt: skip
         open_gate(attended, qkvg, v_first + kv_width, w.gate_bias[layer], q, bf16)
         multiply(q, w.o[layer], y)
         round_rows(y, bf16)
@@ -293,7 +292,7 @@ def _workspace(shape: BeamShape, rows: int, places: int) -> Workspace:
     return Workspace(
         h=floats(rows, D), x=floats(rows, D), y=floats(rows, D),
         qkvg=floats(rows, 2 * q + 2 * kv), q=floats(rows, q), k=floats(rows, kv), attended=floats(rows, q),
-        scores=floats(2 * group * places), ones=np.ones(places, np.float32),
+        scores=floats(2 * group * places),
         dense=floats(rows, 2 * dense), inner_dense=floats(rows, dense),
         router=floats(rows, E), weights=floats(rows, K), ends=np.empty(E, np.int64),
         order=np.empty(choices, np.int64), place=np.empty(choices, np.int64),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from beamline.kernels.attention import BLOCK
+from beamline.kernels.attention import BLOCK, key_at, whole_blocks
 from beamline.kernels.compiled import kernel
 
 
@@ -39,11 +39,6 @@ class SlotCache:
         )  # fmt: skip
 
 
-def whole_blocks(places: int) -> int:
-    """The places of as many blocks as hold so many."""
-    return -(-places // BLOCK) * BLOCK
-
-
 @kernel
 def _fill(
     keys: Any, values: Any, at: Any, places: Any, to_keys: Any, to_values: Any, to_at: Any, to_places: Any,
@@ -57,8 +52,7 @@ def _fill(
                 target = to_at[layer] + (slot * kv_heads + head) * size * ring
                 for p in range(max(0, length - ring), length):
                     place = p % ring
-                    key = source + p // BLOCK * size * BLOCK + p % BLOCK
-                    to_key = target + place // BLOCK * size * BLOCK + place % BLOCK
+                    key, to_key = source + key_at(p, size), target + key_at(place, size)
                     for j in range(size):
                         to_keys[to_key + j * BLOCK] = keys[key + j * BLOCK]
                         to_values[target + place * size + j] = values[source + p * size + j]

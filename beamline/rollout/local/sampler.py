@@ -11,11 +11,12 @@ import torch
 
 from beamline.model.beam import BeamShape, tensors
 from beamline.model.layout import DType, Layout, TensorSlice, WeightKind
+from beamline.policy.weights import first_not_finite
 from beamline.records import Completion, Key, Request
 from beamline.rollout.local.beam import BeamDecoder
 from beamline.rollout.local.cache import SlotCache
 from beamline.rollout.local.slots import Slots
-from beamline.rollout.local.worker import Drawn, NotFiniteError, Worker
+from beamline.rollout.local.worker import Drawn, NotFiniteError, Worker, joined
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import TransferPlan
 
@@ -121,10 +122,10 @@ class LocalSampler:
             self._in_flight = {completion.key for completion in partials}
         self._channel.receive(plan, self._decoder.tensors)
         self._decoder.round_weights()
-        for name, tensor in self._decoder.tensors.items():
-            if not bool(torch.isfinite(tensor).all()):
-                self._version = None  # the old weights are gone
-                raise FloatingPointError(f"{name} of version {version} holds values that are not finite")
+        if not all(np.isfinite(stacked).all() for stacked in self._decoder.weights):
+            self._version = None  # the old weights are gone
+            name = first_not_finite(self._decoder.tensors)
+            raise FloatingPointError(f"{name} of version {version} holds values that are not finite")
         self._version = version
 
     def sleep(self, level: int) -> None:
@@ -205,23 +206,23 @@ class LocalSampler:
         shares = np.array_split(active, min(self._threads, -(-len(active) // _LEAST_ROWS)))
         self._take_in(self._share(lambda worker, share: worker.decode(share, cache, self._slots), shares))
 
-    def _share(self, work: Callable[[Worker, Any], Drawn], shares: Sequence[Any]) -> list[Drawn]:
+    def _share(self, work: Callable[[Worker, Any], Drawn], shares: Sequence[Any]) -> Drawn:
         """Do each share with a worker of its own, the first in this thread."""
         _, _, version = self._require_awake()
         others = [
             self._pool.submit(work, worker, share) for worker, share in zip(self._workers[1:], shares[1:], strict=False)
         ]
         try:
-            return [work(self._workers[0], shares[0]), *(other.result() for other in others)]
+            return joined([work(self._workers[0], shares[0]), *(other.result() for other in others)])
         except NotFiniteError as error:
             raise FloatingPointError(f"{error} under version {version} of the weights") from error
         finally:
             wait(others)  # none may work on behind the back of whoever sees the error
 
-    def _take_in(self, drawn: Sequence[Drawn]) -> None:
+    def _take_in(self, drawn: Drawn) -> None:
         """Record the tokens that were drawn, and end what is done."""
         _, _, version = self._require_awake()
-        slots, tokens, logprobs = (np.concatenate(parts) for parts in zip(*drawn, strict=True))
+        slots, tokens, logprobs = drawn
         stopped, full = self._slots.append(slots, tokens, logprobs, version)
         ended = stopped | full
         finished = list(zip(slots[ended].tolist(), stopped[ended].tolist(), strict=True))

@@ -35,11 +35,11 @@ class Worker:
         self._space = decoder.new_workspace(ROWS, positions)
         self._prefix = SlotCache(1, [positions] * shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim)
         self._logits = np.empty((ROWS, shape.vocab_size), np.float32)
-        self._probs, self._ones = np.empty(shape.vocab_size, np.float32), np.ones(shape.vocab_size, np.float32)
+        self._probs = np.empty(shape.vocab_size, np.float32)
 
     def prefill(self, groups: Sequence[Sequence[int]], cache: SlotCache, slots: Slots) -> Drawn:
         """Evaluate the prefix that all slots of a group begin with, once a group; draw a token for each slot."""
-        return _joined([self._prefill(np.array(group), cache, slots) for group in groups])
+        return joined([self._prefill(np.array(group), cache, slots) for group in groups])
 
     def _prefill(self, group: NDArray[np.int64], cache: SlotCache, slots: Slots) -> Drawn:
         prefix = slots.tokens[group[0], : slots.length[group[0]]]
@@ -49,19 +49,19 @@ class Worker:
             hidden = self._forward(prefix[rows], rows, np.zeros_like(rows), self._prefix, routes[start : start + ROWS])
         cache.fill(self._prefix, len(prefix), group)
         slots.routes[group, : len(prefix)] = routes
-        last = hidden[-1:].copy()
-        return _joined([self._draw(last.repeat(len(block), axis=0), block, slots) for block in _blocks(group)])
+        logits = self._score(hidden[-1:])
+        return joined([self._draw(logits.repeat(len(block), axis=0), block, slots) for block in _blocks(group)])
 
     def decode(self, taken: NDArray[np.int64], cache: SlotCache, slots: Slots) -> Drawn:
         """Evaluate the newest token of each slot and draw the next one."""
-        return _joined([self._decode(block, cache, slots) for block in _blocks(taken)])
+        return joined([self._decode(block, cache, slots) for block in _blocks(taken)])
 
     def _decode(self, block: NDArray[np.int64], cache: SlotCache, slots: Slots) -> Drawn:
         at = slots.length[block] - 1
         routes = np.empty((len(block), *slots.routes.shape[2:]), slots.routes.dtype)
         hidden = self._forward(slots.tokens[block, at], at, block, cache, routes)
         slots.routes[block, at] = routes
-        return self._draw(hidden, block, slots)
+        return self._draw(self._score(hidden), block, slots)
 
     def _forward(
         self, token_ids: NDArray[np.int32], positions: NDArray[np.int64], taken: NDArray[np.int64], cache: SlotCache,
@@ -73,12 +73,17 @@ class Worker:
         )  # fmt: skip
         return hidden
 
-    def _draw(self, hidden: Floats, taken: NDArray[np.int64], slots: Slots) -> Drawn:
-        logits = self._logits[: len(taken)]
+    def _score(self, hidden: Floats) -> Floats:
+        """Soft-capped logits of each row, in a buffer of this worker."""
+        logits = self._logits[: len(hidden)]
         multiply(hidden, self._decoder.weights.head, logits)  # never rounded
         if not np.isfinite(logits).all():
             raise NotFiniteError("logits are not finite")
         soft_cap(logits.reshape(-1), self._decoder.traits.cap)
+        return logits
+
+    def _draw(self, logits: Floats, taken: NDArray[np.int64], slots: Slots) -> Drawn:
+        """A token for each slot from its row of logits, which are overwritten."""
         tokens, logprobs = np.empty(len(taken), np.int64), np.empty(len(taken), np.float32)
         length = slots.length[taken]
         forbid(logits, slots.stop_ids[taken], length < slots.stop_after[taken])
@@ -86,7 +91,7 @@ class Worker:
         filtered = bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
         sample_rows(
             logits, likeliest_first(logits if filtered else logits[:0]), slots.uniforms[taken, length],
-            slots.temperature[taken], top_p, top_k, min_p, self._probs, self._ones, tokens, logprobs,
+            slots.temperature[taken], top_p, top_k, min_p, self._probs, tokens, logprobs,
         )  # fmt: skip
         return taken, tokens, logprobs
 
@@ -95,6 +100,7 @@ def _blocks(slots: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     return [slots[start : start + ROWS] for start in range(0, len(slots), ROWS)]
 
 
-def _joined(drawn: Sequence[Drawn]) -> Drawn:
+def joined(drawn: Sequence[Drawn]) -> Drawn:
+    """What several shares have drawn, as one."""
     slots, tokens, logprobs = (np.concatenate(parts) for parts in zip(*drawn, strict=True))
     return slots, tokens, logprobs

@@ -58,7 +58,7 @@ class Layer:
         out, scores = np.full_like(q, np.nan), np.full(2 * group * self.places, np.nan, np.float32)
         attend(
             q, self.keys, self.values, self.at, self.places, window, slots, positions, KV_HEADS, group, SIZE,
-            scores, np.ones(self.places, np.float32), out, bf16,
+            scores, out, bf16,
         )  # fmt: skip
         return out
 

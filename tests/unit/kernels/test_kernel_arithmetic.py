@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from beamline.kernels.arithmetic import dot, exp, fma, rounded, sigmoid, tanh
+from beamline.kernels.arithmetic import dot, exp, fma, rounded, sigmoid, tanh, total
 from beamline.kernels.compiled import kernel
 from tests import exact
 from tests.exact import Floats, bits, nearest, ulps
@@ -52,6 +52,11 @@ def each_fma(a: Any, b: Any, c: Any, out: Any) -> None:
 @kernel
 def run_dot(x: Any, x_at: int, y: Any, y_at: int, length: int) -> Any:
     return dot(x, x_at, y, y_at, length)
+
+
+@kernel
+def run_total(x: Any, x_at: int, length: int) -> Any:
+    return total(x, x_at, length)
 
 
 def of(function: Callable[..., None], x: Any, *more: Any) -> Floats:
@@ -199,8 +204,8 @@ def written_dot(x: Floats, y: Floats) -> np.float32:
         lanes = lanes[:half] + lanes[half:]
     for k in range(whole, len(x)):
         lanes = exact.fma(x[k : k + 1], y[k : k + 1], lanes)
-    total: np.float32 = lanes[0]
-    return total
+    added: np.float32 = lanes[0]
+    return added
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 1000])
@@ -214,3 +219,11 @@ def test_dot_reads_a_run_and_nothing_beside_it() -> None:
     around = np.full((2, 100), NAN, np.float32)
     around[0, 7:47], around[1, 31:71] = x, y
     assert bits(np.float32(run_dot(around[0], 7, around[1], 31, 40))) == bits(written_dot(x, y))
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 33, 100])
+def test_a_total_is_the_dot_with_ones(length: int) -> None:
+    x = np.full(120, NAN, np.float32)
+    x[7 : 7 + length] = np.random.default_rng(length).normal(0, 1, length)
+    written = written_dot(x[7 : 7 + length], np.ones(length, np.float32))
+    assert bits(np.float32(run_total(x, 7, length))) == bits(written)

@@ -51,7 +51,7 @@ def draw_with(
     sample_rows(
         rows, likeliest_first(rows), np.array(uniforms, np.float64), column["temperature"].astype(np.float32),
         column["top_p"].astype(np.float32), column["top_k"], column["min_p"].astype(np.float32),
-        np.empty(width, np.float32), np.ones(width, np.float32), tokens, logprobs,
+        np.empty(width, np.float32), tokens, logprobs,
     )  # fmt: skip
     return tokens, logprobs
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from beamline.kernels.attention import BLOCK, store
-from beamline.rollout.local.cache import SlotCache, whole_blocks
+from beamline.kernels.attention import BLOCK, store, whole_blocks
+from beamline.rollout.local.cache import SlotCache
 
 SLOTS, KV_HEADS, SIZE = 3, 2, 3
 RING, FULL = 0, 1  # layers, of one block and of three
