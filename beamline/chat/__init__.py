@@ -1,5 +1,6 @@
 """Chat formats: messages to token ids, token ids to channels."""
 
-from beamline.chat.beam import BeamChat, Channels
+from beamline.chat.beam import BeamChat, PromptError
+from beamline.chat.channels import Channels, ToolCall
 
-__all__ = ["BeamChat", "Channels"]
+__all__ = ["BeamChat", "Channels", "PromptError", "ToolCall"]

@@ -1,47 +1,55 @@
-"""Beam's channel format: the policy thinks in the analysis channel and answers in the final one.
+"""Beam's tokenizer and chat template: messages to token ids, and the ids of a response to what it says.
 
-A response is ``<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>``.
-Parsing works on token ids: what the policy produced is never turned to text and back.
+Prompts are rendered by the tokenizer's own ``apply_chat_template``, with the same template arguments wherever a run
+renders one. The policy thinks in the analysis channel and answers in the final one; see
+:mod:`beamline.chat.channels`.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import jinja2
 import numpy as np
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from numpy.typing import NDArray
 
+from beamline.chat.channels import Channels, Symbols, read
+from beamline.config.schema import TemplateArgument, is_reserved_argument
+from beamline.errors import BeamlineError
 from beamline.model.beam import ModelError
 from beamline.records import Message
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
-CONTROL = (START, CHANNEL, MESSAGE, END, CALL, RETURN, "<|constrain|>")
+END, CALL, RETURN, CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
+CONTROL = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
+PARAMETER_END = "\n</rfl:parameter>"
+"""Closes an argument of a tool call. It is text, although a tokenizer may hold it as one special token."""
+
+_REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
+_PROBE = (Message("user", "1+1"),)
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError)  # Jinja's own, and what an expression of a template raises
 
 
-@dataclass(frozen=True, slots=True)
-class Channels:
-    """What a response said, by channel.
-
-    ``final`` is the text of the final channel, and None unless that channel was closed by ``<|return|>``: an answer
-    that was cut may be the beginning of another one. ``well_formed`` is true for one analysis channel, then one final
-    channel, each closed by its own token, and nothing else.
-    """
-
-    analysis: str | None
-    final: str | None
-    well_formed: bool
+class PromptError(BeamlineError, ValueError):
+    """A conversation that cannot become a prompt, with the message at fault and the reason."""
 
 
 class BeamChat:
     """A tokenizer with Beam's control tokens and chat template.
 
+    ``template_arguments`` go to the chat template, as ``chat.template_arguments`` of a run does. Each must be one that
+    the template reads. Beam reasons at the effort ``max`` unless ``reasoning_effort`` says otherwise, so that another
+    effort must make another prompt.
+
     Raises:
-        ModelError: the folder has no usable tokenizer, or the tokenizer lacks a control token or a chat template.
+        ModelError: the folder has no usable tokenizer, the tokenizer lacks a control token or a chat template, the
+            chat template does not use an argument, or its prompts do not end where the assistant speaks.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, template_arguments: Mapping[str, TemplateArgument] | None = None) -> None:
         from transformers import AutoTokenizer  # it takes a second; `beamline --help` does not need it
 
         try:
@@ -52,20 +60,27 @@ class BeamChat:
         lacking = [token for token in CONTROL if token not in known]
         if lacking:
             raise ModelError(f"the tokenizer of {folder} lacks Beam's control tokens {', '.join(lacking)}")
-        if not self._tokenizer.chat_template:
-            raise ModelError(f"the tokenizer of {folder} has no chat template")
-        self._id = {token: int(known[token]) for token in CONTROL}
-        added = self._tokenizer.added_tokens_decoder
-        self.special_tokens = tuple(str(token) for token in added.values() if token.special)
-        self._text = frozenset(map(int, known.values())) - {int(i) for i, token in added.items() if token.special}
-        self.stop_ids = (self._id[RETURN], self._id[CALL])
+        added = self._tokenizer.added_tokens_decoder.values()
+        self._special = tuple(str(t) for t in added if t.special and str(t) != PARAMETER_END)
+        self._symbols = self._read_symbols({token: int(i) for token, i in known.items()})
+        self.stop_ids = (self._symbols.returned, self._symbols.call)
         self.vocab_size = len(self._tokenizer)
+        self._folder = folder
+        self._arguments = dict(template_arguments or {})
+        self._check_template(_parsed(self._tokenizer, folder))
 
     def prompt_ids(self, messages: Iterable[Message]) -> NDArray[np.int32]:
-        """Token ids ``[P]`` of a conversation, up to where the assistant speaks."""
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        ids = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-        return np.array(ids, dtype=np.int32)
+        """Token ids ``[P]`` of a conversation, up to where the assistant speaks.
+
+        Raises:
+            PromptError: there is no message, a text holds a control token, an assistant's turn has no reasoning, or
+                the chat template refuses a message.
+        """
+        turns = [self._turn(index, message) for index, message in enumerate(messages)]
+        try:
+            return np.array(self._apply(turns, self._arguments), dtype=np.int32)
+        except _REFUSALS as error:
+            raise PromptError(self._refused(turns, str(error))) from error
 
     def encode(self, text: str) -> list[int]:
         """Token ids of text that may hold control tokens."""
@@ -73,41 +88,122 @@ class BeamChat:
 
     def decode(self, ids: Sequence[int] | NDArray[np.int32]) -> str:
         """Text of token ids, control tokens included."""
-        return cast(str, self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
+        tokens = [int(i) for i in ids]
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return cast(str, text)
 
     def channels(self, ids: Sequence[int] | NDArray[np.int32]) -> Channels:
-        """Read the channels of a response."""
-        closed: list[tuple[str, str, str]] = []
-        rest = [int(i) for i in ids]
-        well_formed = True
-        while rest:
-            part = self._next_channel(rest, first=not closed)
-            if part is None:
-                well_formed = False
-                break
-            name, text, closer, rest = part
-            closed.append((name, text, closer))
-        bodies = {name: text for name, text, closer in closed if name != "final" or closer == RETURN}
-        shape = [(name, closer) for name, _, closer in closed]
-        complete = well_formed and shape == [("analysis", END), ("final", RETURN)]
-        return Channels(bodies.get("analysis"), bodies.get("final"), complete)
+        """Read the channels and tool calls of a response."""
+        return read(ids, self._symbols)
 
-    def _next_channel(self, ids: list[int], first: bool) -> tuple[str, str, str, list[int]] | None:
-        """Split one closed channel off: its name, text, closing token and what follows; None when there is none."""
-        at = 0
-        if not first:
-            if ids[0] != self._id[START]:
-                return None
-            at = 1
-        # Neither special tokens are text, nor ids that the tokenizer does not know (a vocabulary may be padded).
-        controls = [i for i, token in enumerate(ids) if token not in self._text and i >= at]
-        if len(controls) < 3:
-            return None
-        channel, message, close = controls[:3]
-        opened = (ids[channel], ids[message]) == (self._id[CHANNEL], self._id[MESSAGE])
-        closer = next((token for token in (END, RETURN, CALL) if ids[close] == self._id[token]), None)
-        author = self.decode(ids[at:channel])
-        if not opened or closer is None or author != ("" if first else "assistant"):
-            return None
-        name = self.decode(ids[channel + 1 : message]).strip()
-        return name, self.decode(ids[message + 1 : close]), closer, ids[close + 1 :]
+    def _read_symbols(self, known: dict[str, int]) -> Symbols:
+        special = {known[token] for token in self._special}
+        return Symbols(
+            start=known[START],
+            channel=known[CHANNEL],
+            message=known[MESSAGE],
+            end=known[END],
+            call=known[CALL],
+            returned=known[RETURN],
+            constrain=known[CONSTRAIN],
+            text=frozenset(known.values()) - special,
+            decode=self.decode,
+        )
+
+    def _turn(self, index: int, message: Message) -> dict[str, str]:
+        """A message as the chat template takes it."""
+        where, spoken = f"message {index} ({message.role})", message.reasoning
+        for text in (message.content, spoken or ""):
+            control = next((token for token in self._special if token in text), None)
+            if control is not None:
+                raise PromptError(f"{where}: the text holds the control token {control}")
+        turn = {"role": message.role, "content": message.content}
+        if message.role != "assistant":
+            if spoken is not None:
+                raise PromptError(f"{where} has reasoning, which only turns of the assistant have")
+            return turn
+        if spoken is None:
+            raise PromptError(f"{where} has no reasoning; past turns of the assistant must carry theirs")
+        if not self._reasoning_keys:
+            raise PromptError(f"{where}: the chat template of {self._folder} does not read the reasoning of past turns")
+        return turn | dict.fromkeys(self._reasoning_keys, spoken)
+
+    def _apply(self, turns: list[dict[str, str]], arguments: Mapping[str, TemplateArgument]) -> list[int]:
+        ids = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False, **arguments)
+        return cast(list[int], ids)
+
+    def _refused(self, turns: list[dict[str, str]], reason: str) -> str:
+        """Name the message at which a template gives up: the last of the shortest beginning with the same failure."""
+        for index, turn in enumerate(turns):
+            try:
+                self._apply(turns[: index + 1], self._arguments)
+            except _REFUSALS as error:
+                if str(error) == reason:
+                    return f"message {index} ({turn['role']}) cannot be rendered: {reason}"
+        return f"the conversation cannot be rendered: {reason}"
+
+    def _check_template(self, template: nodes.Template) -> None:
+        mentioned = {node.attr for node in template.find_all(nodes.Getattr)}
+        mentioned |= {node.value for node in template.find_all(nodes.Const) if isinstance(node.value, str)}
+        self._reasoning_keys = tuple(key for key in _REASONING_KEYS if key in mentioned)
+        takes = sorted(name for name in meta.find_undeclared_variables(template) if not is_reserved_argument(name))
+        for name, value in self._arguments.items():
+            if name not in takes:
+                raise ModelError(
+                    f"chat.template_arguments.{name}={value}: the chat template of {self._folder} does not use {name}; "
+                    f"it uses {', '.join(takes) or 'no arguments'}"
+                )
+        self._check_prompt()
+
+    def _check_prompt(self) -> None:
+        """Hold the prompt of a probe against what a run relies on."""
+        given = ", ".join(f"{name}={value}" for name, value in self._arguments.items()) or "none"
+        what = f"the chat template of {self._folder} (chat.template_arguments: {given})"
+        try:
+            prompt = self.decode(self.prompt_ids(_PROBE))
+        except PromptError as error:
+            raise ModelError(f"{what} cannot render a question: {error}") from error
+        if not prompt.endswith(START + "assistant"):
+            raise ModelError(f"{what} ends a prompt in {prompt[-40:]!r}; responses are read after {START}assistant")
+        effort = self._arguments.get("reasoning_effort")
+        other = "minimal" if effort == "max" else "max"
+        if effort is not None and self._probed(effort) == self._probed(other):
+            raise ModelError(
+                f"chat.template_arguments.reasoning_effort={effort}: the chat template of {self._folder} does not use "
+                f"reasoning_effort, or not this one: the prompt is the same as with {other}"
+            )
+
+    def _probed(self, effort: TemplateArgument) -> list[int] | str:
+        """The prompt of a probe at a reasoning effort, or why there is none."""
+        turns = [self._turn(index, message) for index, message in enumerate(_PROBE)]
+        try:
+            return self._apply(turns, {**self._arguments, "reasoning_effort": effort})
+        except _REFUSALS as error:
+            return str(error)
+
+
+class _Generation(Extension):
+    """Knows the tag by which templates mark the assistant's tokens, which Jinja does not."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class has it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _parsed(tokenizer: Any, folder: Path) -> nodes.Template:
+    """The chat template that renders conversations without tools: the only one, or that called ``default``."""
+    if not tokenizer.chat_template:
+        raise ModelError(f"the tokenizer of {folder} has no chat template")
+    if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
+        names = ", ".join(sorted(tokenizer.chat_template))
+        raise ModelError(f"none of the chat templates of {folder} ({names}) is called default")
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _Generation], autoescape=False)
+    environment.globals.update(raise_exception=None, strftime_now=None)  # functions of templates, no arguments
+    try:
+        return environment.parse(tokenizer.get_chat_template())
+    except jinja2.TemplateSyntaxError as error:
+        raise ModelError(
+            f"the chat template of {folder} is no template, line {error.lineno}: {error.message}"
+        ) from error

@@ -6,10 +6,14 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a chat before it is rendered to tokens."""
+    """One turn of a chat before it is rendered to tokens; ``reasoning`` is what the assistant thought before it spoke.
+
+    A past turn of the assistant must carry its reasoning, and no other turn has any.
+    """
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
