@@ -1,164 +1,162 @@
-"""Problem sets: generated or read from a file, with every exclusion counted and explained."""
+"""Problem sets: generated, or read from rows, with every exclusion counted and explained."""
 
-import json
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import replace
+from fractions import Fraction
 
-from beamline.chat.beam import BeamChat
-from beamline.config.schema import ArithmeticSource, FileSource
-from beamline.errors import BeamlineError
-from beamline.records import Message, Problem
+from beamline.chat import BeamChat, PromptError
+from beamline.config.schema import ArithmeticSource, FileSource, Source
+from beamline.data.competition import prepared_rows
+from beamline.data.errors import DataError, UnusableError
+from beamline.data.files import Row, read_rows
+from beamline.data.order import Part
+from beamline.data.overlap import comparable
+from beamline.data.problem_set import Excluded, ProblemSet
+from beamline.data.schemas import Item, read_row, shown
+from beamline.records import Problem
 from beamline.tasks import arithmetic
-from beamline.tasks.grading import is_integer
-
-_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell half a character, no tokenizer reads one
+from beamline.tasks.graders import GraderName, unusable_answer
 
 
-class DataError(BeamlineError, ValueError):
-    """A problem set that cannot be used, with the file and the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Excluded:
-    """A row or problem that was left out: where (a line number or an id), and why."""
-
-    where: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ProblemSet:
-    """The problems of one set, and what was left out of it."""
-
-    name: str
-    problems: tuple[Problem, ...]
-    excluded: tuple[Excluded, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.problems)
-
-
-def load(name: str, source: ArithmeticSource | FileSource, seed: int, pool: arithmetic.Pool) -> ProblemSet:
+def load(name: str, source: Source, seed: int, pool: arithmetic.Pool) -> ProblemSet:
     """Make or read a problem set.
 
     Raises:
         DataError: the file cannot be read, no row of it can be used, or fewer problems exist than were asked for.
     """
     if isinstance(source, FileSource):
-        return _from_file(name, source.path)
-    # Evaluation problems do not depend on the run's seed: runs are compared on the same ones.
+        return from_rows(name, read_rows(source.path), source.path.stem, str(source.path))
+    own = 0 if pool == "eval" else seed  # runs of any seed are compared on the same evaluation problems
     try:
-        problems = arithmetic.generate(0 if pool == "eval" else seed, pool, source.problems, source.levels)
+        if isinstance(source, ArithmeticSource):
+            return ProblemSet(name, tuple(arithmetic.generate(own, pool, source.problems, source.levels)))
+        return _competition(name, own, pool, source.problems)
     except ValueError as error:
         raise DataError(f"data set {name!r}: {error}") from error
-    return ProblemSet(name, tuple(problems))
 
 
-def usable(problems: ProblemSet, chat: BeamChat, limit: int) -> ProblemSet:
-    """Leave out the problems whose prompt has over ``limit`` tokens, or whose text would be read as control tokens.
+def _competition(name: str, seed: int, pool: arithmetic.Pool, problems: int) -> ProblemSet:
+    rows, cleaned = prepared_rows(seed, pool, problems)
+    contradicted = tuple(
+        Excluded(conflict.prompt, f"it has the answers {' and '.join(conflict.answers)}")
+        for conflict in cleaned.conflicts
+    )
+    made = from_rows(name, rows, "competition", "the generated problems")
+    return replace(made, excluded=contradicted + made.excluded)
+
+
+def from_rows(name: str, rows: Iterable[Row], stem: str, origin: str) -> ProblemSet:
+    """The problems of rows in any schema that is known; of rows that ask the same the first stays.
+
+    A problem's id is its ``id``; else its ``extra_info.index``, where every row without an id has another one; else
+    ``<stem>:<number of the row>``. ``origin`` is what messages call the whole.
+
+    Raises:
+        DataError: no row can be used.
+    """
+    read: list[tuple[Row, Item]] = []
+    excluded: list[tuple[Row, str]] = []
+    for row in rows:
+        try:
+            read.append((row, read_row(row)))
+        except UnusableError as reason:
+            excluded.append((row, str(reason)))
+    by_id: dict[str, Problem] = {}
+    by_text: dict[str, Problem] = {}
+    for (row, item), identity in zip(read, _identities(read, stem), strict=True):
+        problem = Problem(identity, item.messages, item.answer.strip(), name, item.extra)
+        known = _known(problem, by_id, by_text)
+        if known is not None:
+            excluded.append((row, known))
+    if not by_id:
+        detail = f"; {excluded[0][0].where}: {excluded[0][1]}" if excluded else " (the file is empty)"
+        raise DataError(f"{origin} has no usable row{detail}")
+    in_order = sorted(excluded, key=lambda pair: pair[0].number)
+    return ProblemSet(name, tuple(by_id.values()), tuple(Excluded(row.where, reason) for row, reason in in_order))
+
+
+def _identities(read: list[tuple[Row, Item]], stem: str) -> list[str]:
+    indices = [_index(item) for _, item in read if item.id is None]
+    indexed = None not in indices and len(set(indices)) == len(indices)
+    return [_first(item.id, _index(item) if indexed else None, f"{stem}:{row.number}") for row, item in read]
+
+
+def _first(*choices: str | None) -> str:
+    return next(choice for choice in choices if choice is not None)
+
+
+def _index(item: Item) -> str | None:
+    info = item.extra.get("extra_info")
+    index = info.get("index") if isinstance(info, dict) else None
+    return str(index) if isinstance(index, str | int) and not isinstance(index, bool) else None
+
+
+def _known(problem: Problem, by_id: dict[str, Problem], by_text: dict[str, Problem]) -> str | None:
+    """Take a problem in, or say why it is one of those that are there."""
+    if problem.id in by_id:
+        return f"id {problem.id!r} was used before"
+    same = by_text.setdefault(comparable(problem), problem)
+    if same is not problem:
+        other = "" if same.answer == problem.answer else f", with another answer ({shown(problem.answer)})"
+        return f"the same question as {same.id!r}{other}"
+    by_id[problem.id] = problem
+    return None
+
+
+def usable(problems: ProblemSet, chat: BeamChat, limit: int, grader: GraderName) -> ProblemSet:
+    """Leave out the problems that cannot be asked, or not be judged.
+
+    Those are problems whose prompt has over ``limit`` tokens or cannot be rendered at all, and those with an expected
+    answer that the grader cannot hold a response against.
 
     Raises:
         DataError: no problem is left.
     """
-    reasons = [_unusable(problem, chat, limit) for problem in problems.problems]
+    reasons = [_unusable(problem, chat, limit, grader) for problem in problems.problems]
     pairs = list(zip(problems.problems, reasons, strict=True))
     kept = tuple(problem for problem, reason in pairs if reason is None)
     left_out = tuple(Excluded(problem.id, reason) for problem, reason in pairs if reason is not None)
     if not kept:
         first = left_out[0]
         raise DataError(
-            f"data set {problems.name!r}: no prompt of {len(pairs)} can be used; {first.where}: {first.reason}"
+            f"data set {problems.name!r}: no problem of {len(pairs)} can be used; {first.where}: {first.reason}"
         )
     return ProblemSet(problems.name, kept, problems.excluded + left_out)
 
 
-def _unusable(problem: Problem, chat: BeamChat, limit: int) -> str | None:
-    control = next((token for token in chat.special_tokens if token in problem.text), None)
-    if control is not None:
-        return f"the text holds the control token {control}"
-    tokens = len(chat.prompt_ids(problem.messages))
+def _unusable(problem: Problem, chat: BeamChat, limit: int, grader: GraderName) -> str | None:
+    unjudged = unusable_answer(grader, problem.answer)
+    if unjudged is not None:
+        return f"reward.grader={grader} cannot judge by its answer: {unjudged}"
+    try:
+        tokens = len(chat.prompt_ids(problem.messages))
+    except PromptError as reason:
+        return str(reason)
     return f"prompt of {tokens} tokens; rollout.max_prompt_tokens is {limit}" if tokens > limit else None
 
 
-def check_disjoint(train: ProblemSet, evaluation: ProblemSet) -> None:
-    """Make sure that no evaluation problem is trained on; texts are compared without case and spacing.
+def mixture(name: str, sets: Iterable[tuple[ProblemSet, float]]) -> ProblemSet:
+    """One training set of several with their weights; the set's name goes before its problems' ids.
+
+    A problem that an earlier part has too is left out of the later one, so that no part counts for another.
 
     Raises:
-        DataError: they overlap.
+        DataError: nothing is left of a part.
     """
-    trained = {_normalized(problem.text): problem.id for problem in train.problems}
-    shared = [p for p in evaluation.problems if _normalized(p.text) in trained]
-    if shared:
-        first = shared[0]
-        raise DataError(
-            f"{len(shared)} of {len(evaluation)} problems of evaluation set {evaluation.name!r} are also trained on, "
-            f"first {first.id!r} (training problem {trained[_normalized(first.text)]!r}): {first.text[:80]!r}; "
-            "remove them from one of the two"
-        )
-
-
-def _normalized(text: str) -> str:
-    """Without case, and without spacing but between words: ``1 + 2`` is ``1+2``, and ``12 3`` is not ``1 23``."""
-    return " ".join(re.sub(r"\s*([^\w\s])\s*", r"\1", text).split()).casefold()
-
-
-class _UnusableError(Exception):
-    """Why a row is left out."""
-
-
-def _from_file(name: str, path: Path) -> ProblemSet:
-    by_id: dict[str, Problem] = {}
     by_text: dict[str, Problem] = {}
+    parts: list[Part] = []
     excluded: list[Excluded] = []
-    for number, line in _lines(path):
-        try:
-            problem = _parse(line, f"{path.stem}:{number}", name)
-            if problem.id in by_id:
-                raise _UnusableError(f"id {problem.id!r} was used before")
-            same = by_text.setdefault(_normalized(problem.text), problem)
-            if same is not problem:
-                raise _UnusableError(f"the same question as {same.id!r}")
-            by_id[problem.id] = problem
-        except _UnusableError as reason:
-            excluded.append(Excluded(f"line {number}", str(reason)))
-    if not by_id:
-        detail = f"; {excluded[0].where}: {excluded[0].reason}" if excluded else " (the file is empty)"
-        raise DataError(f"{path} has no usable row{detail}")
-    return ProblemSet(name, tuple(by_id.values()), tuple(excluded))
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, line
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _parse(line: bytes, default_id: str, source: str) -> Problem:
-    try:
-        row: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise _UnusableError(f"not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise _UnusableError(f"a {type(row).__name__}, not an object with 'question' and 'answer'")
-    question, answer, identity = row.get("question"), row.get("answer"), row.get("id", default_id)
-    if not isinstance(question, str) or not question.strip():
-        raise _UnusableError(f"'question' must be text, not {question!r}")
-    text = str(answer).strip() if isinstance(answer, str | int) and not isinstance(answer, bool) else ""
-    if "answer" not in row:
-        raise _UnusableError("'answer' is missing")
-    if not is_integer(text):
-        raise _UnusableError(f"'answer' must be an integer, not {answer!r}")
-    if not isinstance(identity, str | int):
-        raise _UnusableError(f"'id' must be text or a number, not {identity!r}")
-    for column, value in (("question", question), ("id", str(identity))):
-        if _SURROGATE.search(value):
-            raise _UnusableError(f"{column!r} is not valid Unicode: {value!r}")
-    extra = {key: value for key, value in row.items() if key not in ("id", "question", "answer")}
-    return Problem(str(identity), (Message("user", question),), text, source, extra)
+    for problems, weight in sets:
+        before = len(by_text)
+        excluded += [Excluded(f"{problems.name}, {e.where}", e.reason) for e in problems.excluded]
+        for problem in problems.problems:
+            named = replace(problem, id=f"{problems.name}/{problem.id}")
+            same = by_text.setdefault(comparable(problem), named)
+            if same is not named:
+                excluded.append(Excluded(f"{problems.name}, {problem.id}", f"the same question as {same.id!r}"))
+        count = len(by_text) - before
+        if not count:
+            raise DataError(f"data.train: part {problems.name!r} has no problem that is not in an earlier part too")
+        # As it was written: 0.7 and 0.3 are seven to three, which their nearest doubles are not.
+        parts.append(Part(problems.name, Fraction(repr(weight)), count))
+    return ProblemSet(name, tuple(by_text.values()), tuple(excluded), tuple(parts))

@@ -17,13 +17,13 @@ from beamline.records.random import stream
 Pool = Literal["train", "eval", "warmup"]
 
 _LEVELS = {1: (2, 1), 2: (2, 2), 3: (3, 2), 4: (4, 2), 5: (3, 3)}  # level: (terms, digits of a term)
-_POOLS: tuple[Pool, ...] = ("eval", "train", "train", "train", "train", "warmup", "warmup", "warmup")
+POOLS: tuple[Pool, ...] = ("eval", "train", "train", "train", "train", "warmup", "warmup", "warmup")
 _PATIENCE = 20_000  # candidates in a row that are nothing new: the levels are exhausted, or as good as
 
 
 def pool_of(terms: Sequence[int]) -> Pool:
     """The pool of a sum, whatever the order of its terms: one eighth evaluation, half training, the rest warm start."""
-    return _POOLS[hashlib.sha256(text_of(sorted(terms)).encode()).digest()[0] % len(_POOLS)]
+    return POOLS[hashlib.sha256(text_of(sorted(terms)).encode()).digest()[0] % len(POOLS)]
 
 
 def text_of(terms: Sequence[int]) -> str:
@@ -88,9 +88,14 @@ def worked_steps(terms: Sequence[int]) -> str:
     largest = 10 ** len(str(max(terms))) - 1
     total, additions = terms[0], []
     for count_so_far, term in enumerate(terms[1:], start=1):
-        additions.append(",".join(_columns(total, term, width=len(str(count_so_far * largest)))))
+        additions.append(addition(total, term, width=len(str(count_so_far * largest))))
         total += term
     return ";".join(additions)
+
+
+def addition(a: int, b: int, width: int = 0) -> str:
+    """Column addition of two numbers, lowest digit first, in as many columns as the longer one has, or ``width``."""
+    return ",".join(_columns(a, b, max(width, len(str(max(a, b))))))
 
 
 def _columns(a: int, b: int, width: int) -> Iterator[str]:

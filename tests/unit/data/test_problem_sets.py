@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from beamline.chat.beam import CONTROL, BeamChat
@@ -10,7 +12,7 @@ def test_a_prompt_at_the_limit_stays_and_one_above_is_left_out_with_its_length(c
     before = Excluded("line 3", "not JSON")
     problems = ProblemSet("set", (make_problem("123"), make_problem("1234"), make_problem("12")), (before,))
     limit = len(chat.prompt_ids(problems.problems[0].messages))
-    kept = usable(problems, chat, limit)
+    kept = usable(problems, chat, limit, "exact")
     assert [p.text for p in kept.problems] == ["123", "12"]
     reason = f"prompt of {limit + 1} tokens; rollout.max_prompt_tokens is {limit}"
     assert kept.excluded == (before, Excluded("id of 1234", reason))
@@ -19,15 +21,24 @@ def test_a_prompt_at_the_limit_stays_and_one_above_is_left_out_with_its_length(c
 @pytest.mark.parametrize("token", CONTROL)
 def test_a_text_that_would_be_read_as_a_control_token_is_left_out(chat: BeamChat, token: str) -> None:
     problems = ProblemSet("set", (make_problem("1+2"), make_problem(f"1{token}2")))
-    kept = usable(problems, chat, 64)
+    kept = usable(problems, chat, 64, "exact")
     assert [p.text for p in kept.problems] == ["1+2"]
-    assert kept.excluded[0].reason == f"the text holds the control token {token}"
+    assert kept.excluded[0].reason == f"message 0 (user): the text holds the control token {token}"
 
 
 def test_no_usable_prompt_is_an_error_with_the_first_reason(chat: BeamChat) -> None:
     problems = ProblemSet("set", (make_problem("12345"), make_problem("1234")))
-    with pytest.raises(DataError, match=r"'set': no prompt of 2 can be used; id of 12345: prompt of \d+ tokens"):
-        usable(problems, chat, 3)
+    with pytest.raises(DataError, match=r"'set': no problem of 2 can be used; id of 12345: prompt of \d+ tokens"):
+        usable(problems, chat, 3, "exact")
+
+
+def test_a_problem_whose_answer_the_grader_cannot_judge_by_is_left_out(chat: BeamChat) -> None:
+    problems = ProblemSet("set", (make_problem("1/2"), make_problem("1+2")))
+    problems = replace(problems, problems=(replace(problems.problems[0], answer="1/2"), problems.problems[1]))
+    assert [p.text for p in usable(problems, chat, 64, "math").problems] == ["1/2", "1+2"]
+    kept = usable(problems, chat, 64, "integer")
+    assert [p.text for p in kept.problems] == ["1+2"]
+    assert kept.excluded[0].reason.startswith("reward.grader=integer cannot judge by its answer: not an integer")
 
 
 def test_sets_that_share_nothing_pass() -> None:
