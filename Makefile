@@ -6,10 +6,10 @@ READY := $(VENV)/.ready
 PEERS := $(VENV)/.bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint bench clean
+.PHONY: help setup quickstart quickstart-math test lint bench clean
 
 help:  ## show this list
-	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"Beamline needs Python 3.11, 3.12 or 3.13, and {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
@@ -21,10 +21,12 @@ $(READY): pyproject.toml constraints-cpu.txt
 
 setup: $(READY)  ## create .venv and install
 
-quickstart: $(READY)  ## train the starter model for 50 steps, in a new folder under runs/
-	@run=runs/quickstart; n=1; while [ -e $$run ]; do n=$$((n + 1)); run=runs/quickstart-$$n; done; \
-	echo $(BIN)/beamline train recipes/quickstart.yaml output=$$run; \
-	exec $(BIN)/beamline train recipes/quickstart.yaml output=$$run
+quickstart: $(READY)  ## train the starter model on sums for 50 steps, in a new folder under runs/
+quickstart-math: $(READY)  ## the same on problems worded like those of competitions
+quickstart quickstart-math:
+	@run=runs/$@; n=1; while [ -e $$run ]; do n=$$((n + 1)); run=runs/$@-$$n; done; \
+	echo $(BIN)/beamline train recipes/$@.yaml output=$$run; \
+	exec $(BIN)/beamline train recipes/$@.yaml output=$$run
 
 test: $(READY)  ## check style and types, then run all tests
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -20,8 +20,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-starter_app = typer.Typer(help="The small model that comes with the package.", no_args_is_help=True)
+starter_app = typer.Typer(help="The small models that come with the package.", no_args_is_help=True)
 app.add_typer(starter_app, name="starter")
+data_app = typer.Typer(help="Data sets: raw files to clean ones.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
 
 _SIGNALS = 128  # exit codes above say that a signal ended the run
 
@@ -72,13 +74,40 @@ def train(
     run(config)
 
 
+@app.command()
+def grade(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="JSON Lines with `response` and `answer`; `-` is the standard input.")
+    ],
+    grader: Annotated[
+        Literal["math", "integer", "dapo_strict", "exact"], typer.Option(help="How answers are read and compared.")
+    ] = "math",
+    workers: Annotated[int, typer.Option(min=1, help="Grading processes.")] = 2,
+    deadline: Annotated[float, typer.Option(min=0.001, help="Seconds for one response.")] = 5.0,
+    memory: Annotated[int, typer.Option(min=64, help="MiB for one response.")] = 1024,
+) -> None:
+    """Grade responses as training would: one JSON line for each, with `correct`, `parsed`, `status` and `seconds`.
+
+    `response` is what stands in the final channel. `status` is `graded`, or `timeout` or `error` with the reason.
+
+    Example: echo '{"response": "**Answer:** 034", "answer": "34"}' | beamline grade -
+    """
+    from beamline.tasks.grade_file import grade_file
+    from beamline.tasks.pool import GradingPool
+
+    with GradingPool(workers, deadline, memory) as pool:
+        grade_file(grader, file, sys.stdout, pool)
+
+
 @app.command("eval")
 def evaluate(
     model: Annotated[
-        str, typer.Argument(help="A run folder, a checkpoint, a Hugging Face model folder, or `starter`.")
+        str,
+        typer.Argument(help="A run folder, a checkpoint, a Hugging Face model folder, `starter` or `starter-math`."),
     ],
     data: Annotated[
-        list[Path] | None, typer.Argument(help="Problem files (JSON Lines); none = the recipe's evaluation sets.")
+        list[Path] | None,
+        typer.Argument(help="Problem files (Parquet, JSON Lines, JSON, CSV); none = the recipe's evaluation sets."),
     ] = None,
     recipe: Annotated[
         Path | None, typer.Option(help="Where settings come from; by default the run's own, else the built-in ones.")
@@ -86,9 +115,12 @@ def evaluate(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="A setting: evaluation.samples_per_problem=32")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Also write every response, as OUT/SET.jsonl.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Also write responses, the result of each problem and all figures into this folder."),
+    ] = None,
 ) -> None:
-    """Measure a model's accuracy: avg@k with a 95 % interval over problems, and pass@k.
+    """Measure a model's accuracy: avg@k with a 95 % interval over problems, pass@k, maj@k, and how each problem went.
 
     For a run or a checkpoint the figures are those that training gave at that step.
 
@@ -135,20 +167,46 @@ def export(
 
 @starter_app.command("build")
 def starter_build(
-    out: Annotated[Path, typer.Option(help="The folder to write.")] = Path("build/starter"),
+    name: Annotated[Literal["starter", "starter-math"], typer.Argument(help="Which one.")] = "starter",
+    out: Annotated[Path | None, typer.Option(help="The folder to write; by default build/NAME.")] = None,
 ) -> None:
-    """Train the starter model from its fixed seed: a warm start on worked sums, in about five minutes.
+    """Train a starter model from its fixed seed: a warm start on worked problems, in five to fifteen minutes.
 
     On the CPU family and versions named in starter.json the result has the hash stored there.
     """
     from beamline.starter.build import build_starter
 
-    made = build_starter(out)
+    folder = out or Path("build") / name
+    made = build_starter(name, folder)
     Console().print(
-        f"starter in {out}: {made['parameters']:,} parameters, {made['sampled_accuracy']:.1%} right, "
+        f"{name} in {folder}: {made['parameters']:,} parameters, {made['sampled_accuracy']:.1%} right, "
         f"{made['well_formed']:.1%} well formed, sha256 {made['sha256']}, {made['seconds']} s",
         highlight=False,
     )
+
+
+@data_app.command("prepare")
+def data_prepare(
+    source: Annotated[str, typer.Argument(help="`dapo`, `aime-2024`, `aime-2025`, or a file of problems.")],
+    out: Annotated[Path, typer.Option(help="The folder to write into.")] = Path("data"),
+    from_: Annotated[
+        Path | None,
+        typer.Option("--from", help="The raw file of a named data set; by default it is fetched from its hub."),
+    ] = None,
+    wording: Annotated[
+        Literal["keep", "dapo"],
+        typer.Option(help="`keep` prompts as they are, or put `dapo`'s instructions around every problem."),
+    ] = "keep",
+) -> None:
+    """Write OUT/NAME-cleaned.parquet, without duplicates and contradictory answers, and a manifest of every row.
+
+    Files are Parquet, JSON Lines, JSON or CSV, in the columns of verl, SkyRL, slime or TRL, or `question` and `answer`.
+
+    Example: beamline data prepare dapo --out data --from dapo-math-17k.parquet
+    """
+    from beamline.data.console import prepare_and_show
+
+    prepare_and_show(source, out, from_, wording)
 
 
 def main() -> None:

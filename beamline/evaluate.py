@@ -1,19 +1,23 @@
 """Measuring accuracy: several samples of every problem, graded, with an interval over problems."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from beamline.algorithms.statistics import evaluation_statistics
+from beamline.algorithms.evaluation import evaluation_statistics, problem_result
 from beamline.chat import BeamChat
 from beamline.checkpoint import open_checkpoint, write_atomic
+from beamline.checkpoint.files import make_folder, write_json
 from beamline.config import load_config
 from beamline.config.compose import escaped
 from beamline.config.schema import FileSource, RunConfig
 from beamline.data import DataError, ProblemSet
 from beamline.policy import model
-from beamline.records import SamplingParams
-from beamline.rollout.collect import Job, graded, sample
+from beamline.records import Group, SamplingParams
+from beamline.rollout.collect import Job, sample
+from beamline.rollout.grading import Grading
 from beamline.rollout.rows import rows
 from beamline.rollout.sampler import Sampler
 from beamline.runtime.console import RunConsole
@@ -21,6 +25,11 @@ from beamline.runtime.determinism import make_deterministic
 from beamline.runtime.engines import load_chat, load_module, model_folder, sampler_of
 from beamline.runtime.export import find_checkpoint, saved_config
 from beamline.runtime.session import evaluation_sets
+from beamline.runtime.tables import evaluation_table, problem_table
+from beamline.tasks.grading import open_pool
+from beamline.tasks.pool import GradingPool
+
+_MOST_SHOWN = 64  # problems that are listed one by one on the terminal
 
 
 def evaluate(
@@ -28,25 +37,47 @@ def evaluate(
     sets: Mapping[str, ProblemSet],
     sampler: Sampler,
     chat: BeamChat,
+    pool: GradingPool,
     step: int,
     console: RunConsole,
-    dumps: Path | None = None,
-) -> dict[str, float]:
-    """The ``eval/`` metrics of every problem set; with ``dumps``, also each response as ``<dumps>/<set>.jsonl``."""
-    metrics: dict[str, float] = {}
-    k = config.evaluation.samples_per_problem
+) -> dict[str, list[Group]]:
+    """Sample every problem of every set several times, and grade the responses."""
+    measured = {}
     for name, problems in sets.items():
-        job = Job("eval", step, problems.problems, k, evaluation_params(config, chat))
-        with console.phase(f"eval {name}", len(problems) * k) as bar:
+        job = Job(
+            "eval", step, problems.problems, config.evaluation.samples_per_problem, evaluation_params(config, chat)
+        )
+        grading = Grading(pool, job, chat, config.reward)
+        with console.phase(f"eval {name}", job.size) as bar:
             deadline = config.rollout.deadline_seconds
-            drawn = sample(sampler, job, chat, deadline, lambda done: bar.advance(len(done.token_ids)))
-        groups = [graded(group, chat, job.params.max_tokens, config.reward) for group in drawn]
-        if dumps is not None:
-            dumps.mkdir(parents=True, exist_ok=True)
-            lines = (json.dumps(row).encode() + b"\n" for row in rows(groups, chat, step))
-            write_atomic(dumps / f"{name}.jsonl", lines)
-        metrics |= {f"eval/{name}/{key}": value for key, value in evaluation_statistics(groups, k).items()}
-    return metrics
+            drawn = sample(sampler, job, chat, deadline, grading.add, lambda done: bar.advance(len(done.token_ids)))
+        measured[name] = grading.finish(drawn)
+    return measured
+
+
+def evaluation_metrics(measured: Mapping[str, Sequence[Group]], config: RunConfig) -> dict[str, float]:
+    """The ``eval/`` metrics of what was measured."""
+    k = config.evaluation.samples_per_problem
+    return {
+        f"eval/{name}/{key}": value
+        for name, groups in measured.items()
+        for key, value in evaluation_statistics(groups, k).items()
+    }
+
+
+def write_evaluation(
+    folder: Path, measured: Mapping[str, Sequence[Group]], config: RunConfig, chat: BeamChat, step: int
+) -> None:
+    """Write responses (``<set>.jsonl``), how each problem came out (``<set>.problems.jsonl``) and ``metrics.json``."""
+    make_folder(folder)
+    for name, groups in measured.items():
+        write_atomic(folder / f"{name}.jsonl", _lines(rows(groups, chat, step)))
+        write_atomic(folder / f"{name}.problems.jsonl", _lines(asdict(problem_result(group)) for group in groups))
+    write_json(folder / "metrics.json", {"step": step} | evaluation_metrics(measured, config))
+
+
+def _lines(records: Iterable[Any]) -> Iterator[bytes]:
+    return (json.dumps(record).encode() + b"\n" for record in records)
 
 
 def evaluation_params(config: RunConfig, chat: BeamChat) -> SamplingParams:
@@ -73,7 +104,7 @@ def evaluate_model(
         ModelError, DataError, ConfigError, CheckpointError: the model, data or settings cannot be used.
     """
     if out is not None:
-        _check_free(out, files)
+        _check_free(out)
     checkpoint = find_checkpoint(Path(name))
     base = {} if checkpoint is None else saved_config(checkpoint)
     path = name if checkpoint is None else base["model"]["path"]
@@ -87,26 +118,30 @@ def evaluate_model(
         step = opened.step
     chat = load_chat(config)
     sets = _problem_sets(config, files, chat)
-    with RunConsole(config.steps, config.steps) as console:
+    with open_pool(config.reward) as pool, RunConsole(config.steps, config.steps) as console:
         params, samples = evaluation_params(config, chat), config.evaluation.samples_per_problem
         console.print(
             f"{checkpoint or model_folder(config)}, step {step}: {samples} samples a problem of up to "
             f"{params.max_tokens} tokens at temperature {params.temperature}"
         )
-        metrics = evaluate(config, sets, sampler_of(config, module, step), chat, step, console, out)
+        measured = evaluate(config, sets, sampler_of(config, module, step), chat, pool, step, console)
+        if out is not None:
+            write_evaluation(out, measured, config, chat, step)
         for problems in sets.values():
             for excluded in problems.excluded:
                 console.print(f"left out of {problems.name}, {excluded.where}: {excluded.reason}")
-        for key, value in metrics.items():
-            console.print(f"{key:<50} {value:.4f}")
-    return metrics
+        console.show(evaluation_table(measured, samples))
+        if sum(map(len, measured.values())) <= _MOST_SHOWN:
+            for name, groups in measured.items():
+                console.show(problem_table(name, groups))
+    return evaluation_metrics(measured, config)
 
 
-def _check_free(out: Path, files: Sequence[Path]) -> None:
+def _check_free(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    there = [out / f"{file.stem}.jsonl" for file in files if (out / f"{file.stem}.jsonl").exists()]
-    if there:
-        raise DataError(f"{there[0]} is there already; give --out an empty folder")
+    there = next(out.iterdir(), None)
+    if there is not None:
+        raise DataError(f"{there} is there already; give --out an empty folder")
 
 
 def _problem_sets(config: RunConfig, files: Sequence[Path], chat: BeamChat) -> dict[str, ProblemSet]:

@@ -8,12 +8,12 @@ from beamline.algorithms.advantages import grpo
 from beamline.algorithms.loss import LossConfig
 from beamline.algorithms.statistics import rewards_of, sampling_statistics
 from beamline.config.schema import RunConfig
-from beamline.data import problem_indices
 from beamline.errors import BeamlineError
-from beamline.evaluate import evaluate
+from beamline.evaluate import evaluate, evaluation_metrics, write_evaluation
 from beamline.learner.learner import StepStats, update_statistics
 from beamline.records import Experience, Group, SamplingParams
-from beamline.rollout.collect import Job, graded, sample
+from beamline.rollout.collect import Job, sample
+from beamline.rollout.grading import Grading
 from beamline.runtime.determinism import make_deterministic
 from beamline.runtime.interrupt import Interrupt
 from beamline.runtime.session import Run, open_run
@@ -79,23 +79,19 @@ def one_step(run: Run, step: int) -> None:
 def sample_groups(run: Run, step: int) -> list[Group]:
     """The step's problems, several graded samples of each, and how each sample compares with its group."""
     config, algorithm = run.config, run.config.algorithm
-    train_set = run.data.train.problems
-    chosen = problem_indices(config.seed, step, algorithm.prompts_per_step, len(train_set))
+    problems = run.data.train.of_step(config.seed, step, algorithm.prompts_per_step)
     params = SamplingParams(
         config.rollout.max_response_tokens, temperature=config.rollout.temperature, stop_ids=run.chat.stop_ids
     )
-    job = Job("train", step, [train_set[i] for i in chosen], algorithm.samples_per_prompt, params)
-    samples = len(job.problems) * job.samples
-    with run.timings("sampling"), run.console.phase("sampling", samples) as bar:
+    job = Job("train", step, problems, algorithm.samples_per_prompt, params)
+    grading = Grading(run.pool, job, run.chat, config.reward)
+    with run.timings("sampling"), run.console.phase("sampling", job.size) as bar:
+        deadline = config.rollout.deadline_seconds
         drawn = sample(
-            run.engines.sampler,
-            job,
-            run.chat,
-            config.rollout.deadline_seconds,
-            lambda done: bar.advance(len(done.token_ids)),
+            run.engines.sampler, job, run.chat, deadline, grading.add, lambda done: bar.advance(len(done.token_ids))
         )
     with run.timings("grading"):
-        groups = [graded(group, run.chat, params.max_tokens, config.reward) for group in drawn]
+        groups = grading.finish(drawn)
         return [replace(g, advantages=grpo(*rewards_of(g), norm_by_std=algorithm.norm_by_std)) for g in groups]
 
 
@@ -137,7 +133,11 @@ def loss_config(config: RunConfig, first: bool) -> LossConfig:
 
 
 def measure(run: Run, step: int) -> dict[str, float]:
-    """Accuracy on every evaluation set."""
-    dumps = run.config.output / "export" / "evals" / f"step_{step}"
+    """Accuracy on every evaluation set; the responses are kept with the exports."""
+    config = run.config
+    if not run.data.evaluation:
+        return {}
     with run.timings("evaluation"):
-        return evaluate(run.config, run.data.evaluation, run.engines.sampler, run.chat, step, run.console, dumps)
+        measured = evaluate(config, run.data.evaluation, run.engines.sampler, run.chat, run.pool, step, run.console)
+        write_evaluation(config.output / "export" / "evals" / f"step_{step}", measured, config, run.chat, step)
+    return evaluation_metrics(measured, config)

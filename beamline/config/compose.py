@@ -143,7 +143,8 @@ def _validate(values: Any, tree: Tree, problems: list[Problem]) -> RunConfig | N
         return RunConfig.model_validate_json(to_json(values, inf_nan_mode="constants"), strict=True)
     except ValidationError as error:
         earlier = {problem.key for problem in problems}
-        found = [_explain(details, tree) for details in error.errors(include_url=False)]
+        # Of a value that is none of several types, pydantic says so for each.
+        found = dict.fromkeys(_explain(details, tree) for details in error.errors(include_url=False))
         problems += [p for p in found if not problems or (p.key and p.key not in earlier)]
         return None
 
@@ -196,10 +197,15 @@ def _unknown_key(path: KeyPath, given: Any, where: str) -> Problem:
 
 
 def _place(location: tuple[str | int, ...]) -> tuple[KeyPath, Shape]:
-    """The dotted path of a validation error, and what may stand there; pydantic names variants in between."""
+    """The dotted path of a validation error, and what may stand there.
+
+    Pydantic names variants in between, and after a value with several types the one that it is not.
+    """
     path: KeyPath = ()
     shape = root()
     for part in location:
+        if "anyOf" in shape.spec:
+            break
         if part in shape.variants:
             shape = shape.variants[str(part)]
         elif part != "[key]":

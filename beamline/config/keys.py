@@ -164,7 +164,8 @@ def _kind(shape: Shape) -> str:
         return "a section with the keys " + ", ".join(shape.fields)
     if shape.entry:
         names = " and ".join(f" matching `{pattern}`" for pattern in spec.get("patternProperties", {}))
-        return f"a mapping of names{names} to sections"
+        entries = "sections" if shape.entry.fields else f"({_kind(shape.entry)})"
+        return f"a mapping of names{names} to {entries}"
     choices = spec.get("enum", [spec["const"]] if "const" in spec else [])
     if choices:
         return " or ".join(f"`{choice}`" for choice in choices)

@@ -1,9 +1,10 @@
 """Every setting of a run, with its meaning, bounds and default. Imports no torch: checks and help cost nothing."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -23,7 +24,39 @@ class ModelConfig(Section):
     """The model that is trained."""
 
     path: str = "starter"
-    """A Hugging Face model folder, or `starter`: the small Beam that comes with the package."""
+    """A Hugging Face model folder, or one of the small Beams that come with the package: `starter` adds numbers,
+    `starter-math` solves problems worded in English."""
+
+
+TemplateArgument = str | bool | int | float
+ArgumentName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
+
+# What the tokenizer's `apply_chat_template` takes for itself, or sets in every template.
+_RESERVED = re.compile(
+    "self|conversations?|messages|tools|documents|chat_template|add_generation_prompt|continue_final_message|tokenize|"
+    "sanitize_control_tokens|padding|truncation|max_length|return_.*|tokenizer_kwargs|.*_token|.*_special_tokens"
+)
+
+
+def is_reserved_argument(name: str) -> bool:
+    """Whether a name is no free argument of a chat template: the conversation, how it is rendered, a special token."""
+    return _RESERVED.fullmatch(name) is not None
+
+
+class ChatConfig(Section):
+    """How a conversation becomes a prompt, in training and evaluation alike."""
+
+    template_arguments: dict[ArgumentName, TemplateArgument] = {}
+    """Arguments of the model's own chat template, such as `reasoning_effort: minimal`. One that the template does not
+    use is an error."""
+
+    @field_validator("template_arguments")
+    @classmethod
+    def _free_names(cls, arguments: dict[str, TemplateArgument]) -> dict[str, TemplateArgument]:
+        reserved = sorted(name for name in arguments if is_reserved_argument(name))
+        if reserved:
+            raise ValueError(f"{', '.join(reserved)} cannot be set: a run gives every prompt its own")
+        return arguments
 
 
 class PolicyConfig(Section):
@@ -49,25 +82,68 @@ class ArithmeticSource(Section):
     5 = 3 x three."""
 
 
+class CompetitionSource(Section):
+    """Generated problems in the columns and the wording of DAPO-Math-17K, cleaned like its file, for `starter-math`."""
+
+    source: Literal["competition"] = "competition"
+    problems: Annotated[int, Field(ge=1, le=10_000_000)] = 2048
+    """How many distinct problems are left after cleaning."""
+
+
 class FileSource(Section):
-    """Problems read from a JSON Lines file with the columns `question` and `answer` (and optionally `id`)."""
+    """Problems read from a file: Parquet, JSON Lines, JSON (an array) or CSV.
+
+    It has the columns of verl, SkyRL, slime or TRL, or `question` and `answer`.
+    """
 
     source: Literal["file"] = "file"
     path: Path
     """The file. Rows that cannot be used are left out, counted and listed."""
 
 
-Source = Annotated[ArithmeticSource | FileSource, Field(discriminator="source")]
+Source = Annotated[ArithmeticSource | CompetitionSource | FileSource, Field(discriminator="source")]
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=100)]
+
+
+class MixturePart(Section):
+    """One part of a mixture."""
+
+    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """How much of every step comes from this part, against the weights of the others."""
+    data: Source
+    """The problems of this part; passed through in a random order of their own."""
+
+
+class MixtureSource(Section):
+    """Several sources in fixed shares: of each step as nearly as whole problems allow, and exactly over many steps."""
+
+    source: Literal["mixture"] = "mixture"
+    parts: dict[SetName, MixturePart]
+    """The parts by name. A problem that an earlier part has too is left out of the later one, and counted."""
+
+    @field_validator("parts")
+    @classmethod
+    def _several(cls, parts: dict[str, MixturePart]) -> dict[str, MixturePart]:
+        if len(parts) < 2:
+            raise ValueError(f"a mixture has at least two parts, and this one has {len(parts)}; use its source alone")
+        return parts
+
+
+TrainSource = Annotated[
+    ArithmeticSource | CompetitionSource | FileSource | MixtureSource, Field(discriminator="source")
+]
 
 
 class DataConfig(Section):
     """What the policy is trained and measured on."""
 
-    train: Source = ArithmeticSource()
+    train: TrainSource = ArithmeticSource()
     """The training problems; passed through in a new random order every epoch."""
     evaluation: dict[SetName, Source] = Field(default={"arithmetic": ArithmeticSource(problems=256)})
-    """Named evaluation sets; the names become file names. A problem that is also a training problem is an error."""
+    """Named evaluation sets; the names become file names."""
+    allow_overlap: bool = False
+    """Go on although evaluation problems are also trained on, and count them; otherwise that is an error. Problems
+    are compared without case, spacing, the looks of formulas and the instructions around them."""
 
 
 class OverlongConfig(Section):
@@ -79,11 +155,25 @@ class OverlongConfig(Section):
     """Penalty of a response as long as the limit."""
 
 
+class GradingConfig(Section):
+    """The processes that grade. What hangs or fails there is counted as ungraded, never as wrong."""
+
+    workers: Annotated[int, Field(ge=1, le=256)] = 2
+    """Processes at most; they are started as they are needed."""
+    deadline_seconds: Annotated[float, Field(gt=0, le=3600)] = 5.0
+    """Longest time for one response, from when its grading starts; waiting for a free process does not count."""
+    memory_mb: Annotated[int, Field(ge=64)] = 1024
+    """Memory that grading one response may take, in MiB (on Linux)."""
+
+
 class RewardConfig(Section):
     """How a response becomes a number."""
 
-    grader: Literal["integer"] = "integer"
-    """`integer`: the whole text of the final channel must be the expected integer."""
+    grader: Literal["math", "integer", "dapo_strict", "exact"] = "math"
+    """How the final channel is held against the expected answer. `math`: the last answer that it commits itself to, as
+    numbers and formulas. `integer`: the same for integers alone, as in AIME. `dapo_strict`: DAPO's published rule (last
+    `Answer:` of 300 characters, equal text), to compare with others. `exact`: the text itself."""
+    grading: GradingConfig = GradingConfig()
     right: Reward = 1.0
     """Reward of a correct answer."""
     wrong: Reward = -1.0
@@ -239,6 +329,7 @@ class RunConfig(Section):
     steps: Positive = 50
     """Training steps."""
     model: ModelConfig = ModelConfig()
+    chat: ChatConfig = ChatConfig()
     policy: PolicyConfig = PolicyConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()

@@ -16,7 +16,8 @@ GradeStatus = Literal["graded", "timeout", "error"]
 class Grade:
     """A verdict. Only ``status="graded"`` counts; anything else is left out of every mean and group.
 
-    ``reward`` is the sum of ``parts`` (for instance ``answer`` and ``overlong``).
+    ``reward`` is the sum of ``parts`` (for instance ``answer`` and ``overlong``). ``error`` says why there is
+    no verdict.
     """
 
     correct: bool
@@ -25,6 +26,7 @@ class Grade:
     status: GradeStatus = "graded"
     well_formed: bool = False
     parsed: str | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

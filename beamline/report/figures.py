@@ -49,7 +49,7 @@ class EvaluationSet:
     k: int
 
     def key(self, metric: str) -> str:
-        """Name of one of its metrics: ``avg``, ``avg_low``, ``avg_high`` or ``pass``."""
+        """Name of one of its metrics: ``avg``, ``avg_low``, ``avg_high``, ``pass`` or ``maj``."""
         measure, _, bound = metric.partition("_")
         return f"eval/{self.name}/{measure}@{self.k}" + (f"_{bound}" if bound else "")
 
@@ -85,9 +85,12 @@ def _accuracy(lines: Lines) -> Figure:
         color = _COLORS[number % len(_COLORS)]
         name = escape(evaluation.name)
         traces += _line(lines, evaluation.key("pass"), f"{name} pass@{evaluation.k}", color, ".1%", dash="dot")
+        traces += _line(lines, evaluation.key("maj"), f"{name} maj@{evaluation.k}", color, ".1%", dash="dash")
         traces += _with_interval(lines, evaluation, f"{name} avg@{evaluation.k}", color)
     note = "avg@k: mean share of right answers over k samples a problem, with its 95 % interval over problems. "
-    note += "pass@k: share of problems with at least one right answer."
+    note += (
+        "pass@k: share of problems with at least one right answer. maj@k: share whose most frequent answer is right."
+    )
     return Figure("accuracy", "Accuracy", note, traces, _layout("accuracy", ".0%", rangemode="tozero"), wide=True)
 
 

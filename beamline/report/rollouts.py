@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import msgspec
 import zstandard
@@ -20,7 +20,8 @@ class RolloutRow(TypedDict):
     """One sample.
 
     ``response`` is the text with its control tokens; ``tokens`` and ``logprob_mean`` are over what the policy chose.
-    ``reward`` is the sum of ``parts``, and means something only when ``status`` is ``graded``.
+    ``reward`` is the sum of ``parts``, and means something only when ``status`` is ``graded``; the
+    others have an ``error`` that says why.
     """
 
     step: int
@@ -34,6 +35,7 @@ class RolloutRow(TypedDict):
     reward: float
     parts: dict[str, float]
     status: GradeStatus
+    error: NotRequired[str]
     finish: Finish
     tokens: int
     logprob_mean: float

@@ -110,15 +110,17 @@ def compact(count: float) -> str:
 
 
 def _accuracy(lines: Lines, evaluation: EvaluationSet) -> Headline:
-    """``start → end`` of avg@k, with the interval of each and pass@k."""
+    """``start → end`` of avg@k, with the interval of each, pass@k and maj@k."""
     found = [line for line in lines if evaluation.key("avg") in line]
     ends = [found[0], found[-1]] if len(found) > 1 else found
-    low, high, passed = evaluation.key("avg_low"), evaluation.key("avg_high"), evaluation.key("pass")
+    low, high = evaluation.key("avg_low"), evaluation.key("avg_high")
     details = []
     if all(low in line and high in line for line in ends):
         details.append("95\u00a0% interval " + _arrow(f"{100 * line[low]:.0f}–{100 * line[high]:.0f}" for line in ends))
-    if all(passed in line for line in ends):
-        details.append(f"pass@{evaluation.k}\u00a0" + _arrow(f"{100 * line[passed]:.0f}" for line in ends))
+    for measure in ("pass", "maj"):
+        key = evaluation.key(measure)
+        if all(key in line for line in ends):
+            details.append(f"{measure}@{evaluation.k}\u00a0" + _arrow(f"{100 * line[key]:.0f}" for line in ends))
     value = _arrow(f"{100 * line[evaluation.key('avg')]:.1f}" for line in ends)
     return Headline(f"{evaluation.name} avg@{evaluation.k}", value, " · ".join(details), wide=True)
 

@@ -1,18 +1,16 @@
-"""From problems to graded groups: what training and evaluation share."""
+"""From problems to groups of samples: what training and evaluation share."""
 
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from beamline.chat import BeamChat
-from beamline.config.schema import RewardConfig
 from beamline.errors import BeamlineError
 from beamline.records import Completion, Group, Key, Problem, Request, Rollout, SamplingParams, Split, Turn
 from beamline.rollout.sampler import Sampler
-from beamline.tasks.grading import grade
 
 _POLL_SECONDS = 0.2
 
@@ -31,6 +29,11 @@ class Job:
     samples: int
     params: SamplingParams
 
+    @property
+    def size(self) -> int:
+        """How many samples that makes."""
+        return len(self.problems) * self.samples
+
 
 def requests(job: Job, chat: BeamChat) -> list[list[Request]]:
     """One list of requests a problem. A problem that occurs twice gets new sample numbers, so every key is unique."""
@@ -46,9 +49,11 @@ def requests(job: Job, chat: BeamChat) -> list[list[Request]]:
 
 
 def sample(
-    sampler: Sampler, job: Job, chat: BeamChat, deadline: float, on_finish: Callable[[Completion], None]
+    sampler: Sampler, job: Job, chat: BeamChat, deadline: float, *on_finish: Callable[[Completion], object]
 ) -> list[Group]:
     """Draw all samples of a job; groups and rollouts come in the order of the job, whatever finished first.
+
+    Each function of ``on_finish`` is given each completion as it comes.
 
     Raises:
         SamplingStalledError: nothing finished for ``deadline`` seconds.
@@ -65,7 +70,8 @@ def sample(
                 raise SamplingStalledError(f"the sampler gave up or was not asked for {completion.key}")
             done[completion.key] = completion
             last = time.monotonic()
-            on_finish(completion)
+            for observe in on_finish:
+                observe(completion)
         if time.monotonic() - last > deadline:
             first = next(request.key for group in asked for request in group if request.key not in done)
             raise SamplingStalledError(
@@ -77,18 +83,6 @@ def sample(
         Group(problem, tuple(to_rollout(request, done[request.key]) for request in group))
         for problem, group in zip(job.problems, asked, strict=True)
     ]
-
-
-def graded(group: Group, chat: BeamChat, limit: int, config: RewardConfig) -> Group:
-    """The group with a grade on each rollout."""
-    return replace(
-        group, rollouts=tuple(_graded(rollout, group.problem, chat, limit, config) for rollout in group.rollouts)
-    )
-
-
-def _graded(rollout: Rollout, problem: Problem, chat: BeamChat, limit: int, config: RewardConfig) -> Rollout:
-    channels = chat.channels(rollout.token_ids[rollout.policy_mask])
-    return replace(rollout, grade=grade(channels, problem.answer, rollout.response_tokens, limit, config))
 
 
 def to_rollout(request: Request, completion: Completion) -> Rollout:

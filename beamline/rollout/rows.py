@@ -14,22 +14,23 @@ def rows(groups: Sequence[Group], chat: BeamChat, step: int) -> list[RolloutRow]
         for rollout in group.rollouts:
             assert rollout.grade is not None
             policy = rollout.policy_mask
-            made.append(
-                {
-                    "step": step,
-                    "problem": group.problem.id,
-                    "sample": rollout.key.sample,
-                    "question": group.problem.text,
-                    "answer": group.problem.answer,
-                    "response": chat.decode(rollout.token_ids[policy]),
-                    "parsed": rollout.grade.parsed,
-                    "correct": rollout.grade.correct,
-                    "reward": rollout.grade.reward,
-                    "parts": rollout.grade.parts,
-                    "status": rollout.grade.status,
-                    "finish": rollout.finish,
-                    "tokens": rollout.response_tokens,
-                    "logprob_mean": float(rollout.logprobs[policy].astype("float64").mean()),
-                }
-            )
+            row: RolloutRow = {
+                "step": step,
+                "problem": group.problem.id,
+                "sample": rollout.key.sample,
+                "question": group.problem.text,
+                "answer": group.problem.answer,
+                "response": chat.decode(rollout.token_ids[policy]),
+                "parsed": rollout.grade.parsed,
+                "correct": rollout.grade.correct,
+                "reward": rollout.grade.reward,
+                "parts": rollout.grade.parts,
+                "status": rollout.grade.status,
+                "finish": rollout.finish,
+                "tokens": rollout.response_tokens,
+                "logprob_mean": float(rollout.logprobs[policy].astype("float64").mean()),
+            }
+            if rollout.grade.error is not None:
+                row["error"] = rollout.grade.error
+            made.append(row)
     return made

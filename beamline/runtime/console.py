@@ -1,5 +1,6 @@
 """What a run shows while it works: one line a step that stays, and bars for the phase at hand."""
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 from beamline.kernels.compiled import first_use
 
@@ -27,6 +29,7 @@ _SHOWN = (
     ("timing/training_tokens_per_s", "train tok/s", ",.0f"),
     ("timing/step", "s", ".1f"),
 )
+_WIDE = 200  # columns where there is no terminal that tables have to fit into
 
 
 def _interval(line: Mapping[str, float], key: str) -> str:
@@ -54,7 +57,7 @@ class RunConsole:
 
     def __init__(self, steps: int, done: int) -> None:
         self._steps = steps
-        self.console = Console(soft_wrap=True)
+        self.console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else _WIDE)
         self._progress = Progress(
             TextColumn("{task.description:<10}"),
             BarColumn(bar_width=30),
@@ -67,7 +70,7 @@ class RunConsole:
             transient=True,
             disable=not self.console.is_terminal,
         )
-        self._run = self._progress.add_task("run", total=steps - done, rate="steps")
+        self._run = self._progress.add_task("run", total=steps - done, rate="steps", visible=steps > done)
 
     def __enter__(self) -> "RunConsole":
         if first_use():
@@ -90,6 +93,10 @@ class RunConsole:
     def print(self, text: str) -> None:
         """A line that stays, above the bars."""
         self.console.print(text, highlight=False, markup=False)
+
+    def show(self, table: Table) -> None:
+        """A table that stays."""
+        self.console.print(table, highlight=False)
 
     def step_line(self, line: Mapping[str, float]) -> None:
         """Print what a step came to, and advance the bar of the run."""

@@ -17,7 +17,7 @@ from beamline.policy.positions import rope_theta
 from beamline.policy.weights import module_layout, named_tensors
 from beamline.rollout.local import LocalSampler
 from beamline.rollout.sampler import Sampler
-from beamline.starter import STARTER
+from beamline.starter import STARTERS
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import TransferPlan, plan
 
@@ -40,7 +40,7 @@ class Engines:
 
 def model_folder(config: RunConfig) -> Path:
     """The folder that ``model.path`` names."""
-    return STARTER if config.model.path == "starter" else Path(config.model.path).expanduser()
+    return STARTERS.get(config.model.path) or Path(config.model.path).expanduser()
 
 
 def positions(config: RunConfig) -> int:
@@ -73,9 +73,10 @@ def load_chat(config: RunConfig) -> BeamChat:
     """The tokenizer and chat format of a run's model, checked against the model's shape.
 
     Raises:
-        ModelError: the folder is unusable, or the tokenizer has ids that the model does not know.
+        ModelError: the folder is unusable, the chat template does not use an argument that the run gives it, or the
+            tokenizer has ids that the model does not know.
     """
-    shape, chat = check_model(config), BeamChat(model_folder(config))
+    shape, chat = check_model(config), BeamChat(model_folder(config), config.chat.template_arguments)
     if chat.vocab_size > shape.vocab_size:
         raise ModelError(
             f"the tokenizer of {model_folder(config)} has {chat.vocab_size} tokens, the model's vocab_size is "

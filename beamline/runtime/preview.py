@@ -4,6 +4,7 @@ from math import prod
 
 from beamline.checkpoint import CheckpointStore
 from beamline.config.schema import RunConfig
+from beamline.data import ProblemSet
 from beamline.model.beam import tensors
 from beamline.runtime.engines import check_model, load_chat, load_module, positions
 from beamline.runtime.resume import resume_from
@@ -40,14 +41,27 @@ def preview(config: RunConfig) -> str:
 
 
 def _data_lines(data: Data, config: RunConfig) -> list[str]:
-    passes = config.steps * config.algorithm.prompts_per_step / len(data.train)
-    lines = [f"training    {len(data.train)} problems, passed through {passes:.2f} times"]
+    lines = _training_lines(data.train, config.steps * config.algorithm.prompts_per_step)
     lines += [
         f"evaluation  {name}: {len(problems)} problems x {config.evaluation.samples_per_problem} samples"
         for name, problems in data.evaluation.items()
     ]
+    shared = {name: count for name, count in data.overlap.items() if count}
+    lines += [f"overlap     {name}: {count} problems are also trained on" for name, count in shared.items()]
     for problems in (data.train, *data.evaluation.values()):
         lines += [f"left out    {problems.name}, {e.where}: {e.reason}" for e in problems.excluded[:5]]
         if len(problems.excluded) > 5:
             lines.append(f"left out    {problems.name}: {len(problems.excluded) - 5} more")
     return lines
+
+
+def _training_lines(train: ProblemSet, draws: int) -> list[str]:
+    if not train.parts:
+        return [f"training    {len(train)} problems, passed through {draws / len(train):.2f} times"]
+    total = sum(part.weight for part in train.parts)
+    shares = [(part, float(part.weight / total)) for part in train.parts]
+    return [f"training    {len(train)} problems in {len(shares)} parts"] + [
+        f"training    {part.name}: {share:.1%} of each step, {part.problems} problems, passed through "
+        f"{draws * share / part.problems:.2f} times"
+        for part, share in shares
+    ]

@@ -34,6 +34,8 @@ _FREE = (
     "report",
     "evaluation.every",
     "evaluation.before_training",
+    "data.allow_overlap",
+    "reward.grading",
     "rollout.deadline_seconds",
     "runtime",
 )

@@ -10,8 +10,8 @@ from pathlib import Path
 from beamline.chat import BeamChat
 from beamline.checkpoint import Checkpoint, CheckpointStore, open_checkpoint, verify, write_atomic
 from beamline.config import to_yaml
-from beamline.config.schema import RunConfig, Source
-from beamline.data import ProblemSet, check_disjoint, load, usable
+from beamline.config.schema import MixtureSource, RunConfig, Source
+from beamline.data import ProblemSet, check_disjoint, load, mixture, usable
 from beamline.records import Group
 from beamline.report import MetricsWriter, rollouts_path, write_report, write_rollouts
 from beamline.rollout.rows import rows
@@ -30,6 +30,8 @@ from beamline.runtime.resume import (
     run_state,
 )
 from beamline.runtime.timing import Timings, peak_memory
+from beamline.tasks.grading import open_pool
+from beamline.tasks.pool import GradingPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class Data:
 
     train: ProblemSet
     evaluation: dict[str, ProblemSet]
+    overlap: dict[str, int]
+    """For each evaluation set, how many of its problems are also trained on."""
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of each set."""
@@ -45,35 +49,58 @@ class Data:
 
 
 def evaluation_sets(config: RunConfig, sources: Mapping[str, Source], chat: BeamChat) -> dict[str, ProblemSet]:
-    """The evaluation problems of each source, without those whose prompt cannot be used.
+    """The evaluation problems of each source, without those that cannot be used.
 
     Raises:
         DataError: a set cannot be used.
     """
-    limit = config.rollout.max_prompt_tokens
-    return {name: usable(load(name, source, config.seed, "eval"), chat, limit) for name, source in sources.items()}
+    limit, grader = config.rollout.max_prompt_tokens, config.reward.grader
+    return {
+        name: usable(load(name, source, config.seed, "eval"), chat, limit, grader) for name, source in sources.items()
+    }
 
 
 def load_data(config: RunConfig, chat: BeamChat) -> Data:
     """Make or read every problem set, leave out prompts over the limit, and hold the sets against each other.
 
     Raises:
-        DataError: a set cannot be used, or an evaluation problem is also trained on.
+        DataError: a set cannot be used, or an evaluation problem is also trained on and that is not allowed.
     """
-    train = usable(load("train", config.data.train, config.seed, "train"), chat, config.rollout.max_prompt_tokens)
+    train = training_set(config, chat)
     evaluation = evaluation_sets(config, config.data.evaluation, chat)
-    for problems in evaluation.values():
-        check_disjoint(train, problems)
-    return Data(train, evaluation)
+    overlap = check_disjoint(train, *evaluation.values(), allow=config.data.allow_overlap)
+    return Data(train, evaluation, overlap)
+
+
+def training_set(config: RunConfig, chat: BeamChat) -> ProblemSet:
+    """The training problems, or those of all parts of a mixture, without those that cannot be used.
+
+    Raises:
+        DataError: the set, or a part of it, cannot be used.
+    """
+
+    def opened(name: str, source: Source) -> ProblemSet:
+        loaded = load(name, source, config.seed, "train")
+        return usable(loaded, chat, config.rollout.max_prompt_tokens, config.reward.grader)
+
+    source = config.data.train
+    if not isinstance(source, MixtureSource):
+        return opened("train", source)
+    return mixture("train", [(opened(name, part.data), part.weight) for name, part in source.parts.items()])
 
 
 def write_data_report(run: Path, data: Data) -> None:
-    """``data.json``: the size of each problem set, and everything that was left out of it, with the reason."""
+    """``data.json``: the size of each problem set, and everything that was left out of it, with the reason.
+
+    Also the sizes of a mixture's parts, and how many problems of an evaluation set are trained on too.
+    """
     record = {
         problems.name: {
             "problems": len(problems),
             "excluded": [{"where": e.where, "reason": e.reason} for e in problems.excluded],
         }
+        | ({"parts": {part.name: part.problems for part in problems.parts}} if problems.parts else {})
+        | ({"also_trained_on": data.overlap[problems.name]} if problems.name in data.overlap else {})
         for problems in (data.train, *data.evaluation.values())
     }
     write_atomic(run / "data.json", [json.dumps(record, indent=2).encode() + b"\n"])
@@ -86,6 +113,7 @@ class Run:
     config: RunConfig
     engines: Engines
     chat: BeamChat
+    pool: GradingPool
     data: Data
     store: CheckpointStore
     metrics: MetricsWriter
@@ -187,17 +215,21 @@ def open_run(config: RunConfig) -> Iterator[Run]:
         write_data_report(config.output, data)
         step = 0 if opened is None else opened.step
         state = None if opened is None else run_state(opened)
-        with RunConsole(config.steps, step) as console:
+        with open_pool(config.reward) as pool, RunConsole(config.steps, step) as console:
             console.print(f"run {config.name} in {config.output}" + (f", resumed at step {step}" if opened else ""))
             for kind, problems in (("training", data.train), *(("evaluation", s) for s in data.evaluation.values())):
                 left_out = len(problems.excluded)
                 console.print(f"{kind} data {problems.name}: {len(problems)} problems, {left_out} left out")
+            for name, count in data.overlap.items():
+                if count:
+                    console.print(f"evaluation data {name}: {count} problems are also trained on (data.allow_overlap)")
             if step >= config.steps:
                 console.print(f"nothing is left to do: {step} of {config.steps} steps are done")
             run = Run(
                 config=config,
                 engines=engines,
                 chat=chat,
+                pool=pool,
                 data=data,
                 store=store,
                 metrics=MetricsWriter(config.output / "metrics.jsonl"),

@@ -1,6 +1,6 @@
-"""Building the starter: a warm start on worked sums from a fixed seed, that leaves much to learn.
+"""Building a starter: a warm start on worked problems from a fixed seed, that leaves much to learn.
 
-The sums are clean and training stops when a third of the sampled answers is right, so that reinforcement learning can
+The steps are clean and training stops when a third of the sampled answers is right, so that reinforcement learning can
 go beyond what the model does when it always takes its most likely token. The loss is taken at a temperature above 1:
 sampling at 1 is then sharper than what was trained, and seldom slips out of the format.
 """
@@ -9,7 +9,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -26,16 +26,15 @@ from beamline.model.beam import BeamShape
 from beamline.policy import attention, head, model
 from beamline.policy.positions import rope_theta
 from beamline.policy.weights import module_layout, named_tensors
-from beamline.records import Key, Problem, Request, SamplingParams
+from beamline.records import Key, Request, SamplingParams
 from beamline.rollout.local import LocalSampler
 from beamline.runtime.determinism import cpu_family, make_deterministic
-from beamline.starter.tokenizer import VOCAB_SIZE, write_tokenizer
-from beamline.tasks.arithmetic import generate, worked_steps
+from beamline.starter.lessons import COURSES, Lesson
+from beamline.starter.tokenizer import vocab_size, write_tokenizer
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
 
 _RESPONSE_LIMIT = 96
-_FIRST_CHECK = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +42,11 @@ class Warmup:
     """The numbers of the warm start."""
 
     seed: int = 1
-    level: int = 3
     batch: int = 64
     most_steps: int = 400
     lr: float = 3e-3
     temperature: float = 1.3
+    first_check: int = 100
     check_every: int = 5
     check_problems: int = 512
     stop_accuracy: float = 0.35
@@ -55,11 +54,14 @@ class Warmup:
     threads: int = 2
 
 
-def beam_config() -> BeamConfig:
+WARMUPS = {"starter": Warmup(), "starter-math": Warmup(most_steps=600)}
+
+
+def beam_config(vocabulary: int) -> BeamConfig:
     """One dense and six MoE layers, 1.5 M parameters; widths stay multiples of 32 when cut over two ranks."""
     full = {2, 5, 6}
     return BeamConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=256,
         num_hidden_layers=7,
@@ -82,25 +84,25 @@ def beam_config() -> BeamConfig:
     )
 
 
-def build_starter(folder: Path, warmup: Warmup | None = None) -> dict[str, Any]:
-    """Train the starter and write it to ``folder`` with ``starter.json``: how it was made, and its hash.
+def build_starter(name: str, folder: Path, warmup: Warmup | None = None) -> dict[str, Any]:
+    """Train a packaged starter and write it to ``folder`` with ``starter.json``: how it was made, and its hash.
 
     Bit-identical on one CPU family with one set of versions.
 
     Raises:
         RuntimeError: the warm start did not reach the accuracy at which it stops.
     """
-    warmup = warmup or Warmup()
+    course, warmup = COURSES[name], warmup or WARMUPS[name]
     make_deterministic(warmup.threads)
     torch.manual_seed(warmup.seed)
     folder.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(folder)
-    chat = BeamChat(folder)
-    module = model.build(beam_config(), "float32")
+    write_tokenizer(folder, course.words)
+    chat = BeamChat(folder, dict(course.template_arguments))
+    module = model.build(beam_config(vocab_size(course.words)), "float32")
     with torch.no_grad():
         cast(Any, module).model.embed_tokens.weight.normal_(0.0, 1.0)  # learns much faster than with 0.02
     started = time.monotonic()
-    steps, accuracy, well_formed = _train(module, chat, warmup)
+    steps, accuracy, well_formed = _train(module, chat, course.lessons, warmup)
     model.save(module, folder, "bfloat16")
     record = {
         "sha256": hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest(),
@@ -120,10 +122,15 @@ def build_starter(folder: Path, warmup: Warmup | None = None) -> dict[str, Any]:
     return record | {"seconds": round(time.monotonic() - started)}
 
 
-def _train(module: nn.Module, chat: BeamChat, warmup: Warmup) -> tuple[int, float, float]:
+def _train(
+    module: nn.Module, chat: BeamChat, lessons: Callable[[int, int], Sequence[Lesson]], warmup: Warmup
+) -> tuple[int, float, float]:
     """Learn until the stop; returns steps, sampled accuracy and the share of well-formed responses."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=warmup.lr, weight_decay=0.01)
-    held_out, batches = _problems(chat, warmup)
+    used = warmup.most_steps * warmup.batch
+    taught = lessons(warmup.seed, warmup.check_problems + used)  # each is seen once
+    held_out, seen = taught[: warmup.check_problems], taught[warmup.check_problems :]
+    batches = ([_example(chat, each) for each in seen[at : at + warmup.batch]] for at in range(0, used, warmup.batch))
     with _BalancedExperts(module, warmup.bias_rate) as balance, Progress() as progress:
         task = progress.add_task("warm start", total=warmup.most_steps)
         for step, batch in enumerate(batches, start=1):
@@ -134,7 +141,7 @@ def _train(module: nn.Module, chat: BeamChat, warmup: Warmup) -> tuple[int, floa
             optimizer.zero_grad()
             balance.update()
             progress.update(task, advance=1)
-            if step % warmup.check_every == 0 and step >= _FIRST_CHECK:
+            if step % warmup.check_every == 0 and step >= warmup.first_check:
                 accuracy, formed = sampled_accuracy(module, chat, held_out, warmup.seed)
                 progress.console.print(
                     f"step {step}: loss {loss.item():.3f}, sampled {accuracy:.1%}, well formed {formed:.1%}"
@@ -144,20 +151,12 @@ def _train(module: nn.Module, chat: BeamChat, warmup: Warmup) -> tuple[int, floa
     raise RuntimeError(f"the warm start did not reach {warmup.stop_accuracy:.0%} in {warmup.most_steps} steps")
 
 
-def _problems(chat: BeamChat, warmup: Warmup) -> tuple[list[Problem], Iterator[list[tuple[list[int], int]]]]:
-    """Problems held out for the checks, and a batch of (token ids, prompt length) a step; each problem is seen once."""
-    used = warmup.most_steps * warmup.batch
-    problems = generate(warmup.seed, "warmup", warmup.check_problems + used, [warmup.level])
-    held_out, seen = problems[: warmup.check_problems], problems[warmup.check_problems :]
-    starts = range(0, used, warmup.batch)
-    return held_out, ([_example(chat, p) for p in seen[start : start + warmup.batch]] for start in starts)
-
-
-def _example(chat: BeamChat, problem: Problem) -> tuple[list[int], int]:
-    prompt = chat.prompt_ids(problem.messages).tolist()
+def _example(chat: BeamChat, lesson: Lesson) -> tuple[list[int], int]:
+    """Token ids of a whole conversation, and how many of them are the prompt."""
+    prompt = chat.prompt_ids(lesson.problem.messages).tolist()
     response = (
-        f"<|channel|>analysis<|message|>{worked_steps(problem.extra['terms'])}<|end|><|start|>assistant"
-        f"<|channel|>final<|message|>{problem.answer}<|return|>"
+        f"<|channel|>analysis<|message|>{lesson.steps}<|end|><|start|>assistant"
+        f"<|channel|>final<|message|>{lesson.final}<|return|>"
     )
     return prompt + chat.encode(response), len(prompt)
 
@@ -202,21 +201,23 @@ class _BalancedExperts:
             cast(Any, gate).e_score_correction_bias.add_(self._rate * torch.sign(load.mean() - load))
 
 
-def sampled_accuracy(module: nn.Module, chat: BeamChat, problems: list[Problem], seed: int) -> tuple[float, float]:
+def sampled_accuracy(module: nn.Module, chat: BeamChat, lessons: Sequence[Lesson], seed: int) -> tuple[float, float]:
     """Share of right answers, and of well-formed responses, of one sample a problem at temperature 1."""
+    prompts = {lesson.problem.id: chat.prompt_ids(lesson.problem.messages) for lesson in lessons}
+    longest = max(map(len, prompts.values()))
     config = cast(Any, module).config
     channel = LocalChannel()
     theta = rope_theta(config)
     shape = BeamShape.from_config(config.to_dict())
-    sampler = LocalSampler(shape, "float32", theta, 256, 64 + _RESPONSE_LIMIT, seed, channel)
+    sampler = LocalSampler(shape, "float32", theta, 256, longest + _RESPONSE_LIMIT, seed, channel)
     weights = plan(module_layout(module), sampler.layout("full"))
     channel.send(weights, named_tensors(module))
     sampler.receive(weights, 0, "keep")
     params = SamplingParams(_RESPONSE_LIMIT, stop_ids=chat.stop_ids)
-    sampler.submit([Request(Key("eval", 0, p.id, 0), chat.prompt_ids(p.messages), params) for p in problems])
-    answers = {problem.id: problem.answer for problem in problems}
+    sampler.submit([Request(Key("eval", 0, name, 0), prompt, params) for name, prompt in prompts.items()])
+    answers = {lesson.problem.id: lesson.final for lesson in lessons}
     right = formed = done = 0
-    while done < len(problems):
+    while done < len(lessons):
         for completion in sampler.poll(60.0):
             channels = chat.channels(completion.token_ids)
             right += channels.final == answers[completion.key.problem]

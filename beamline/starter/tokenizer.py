@@ -1,6 +1,7 @@
-"""A byte-level tokenizer with Beam's control tokens: any text can be encoded, digits are single tokens."""
+"""A tokenizer of bytes, some words and Beam's control tokens: any text can be encoded, digits are single tokens."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
@@ -9,10 +10,12 @@ from tokenizers.models import BPE
 from beamline.chat.beam import CONTROL
 
 PAD = "<|endoftext|>"
-VOCAB_SIZE = 288
 _WORDS = ("analysis", "final", "assistant", "user", "system", "tool", "\n</rfl:parameter>")
 
 CHAT_TEMPLATE = (
+    "{%- if reasoning_effort is defined -%}"
+    "<|start|>system<|message|>Reasoning: {{ reasoning_effort }}<|end|>"
+    "{%- endif -%}"
     "{%- for message in messages -%}"
     "{%- if message.role == 'assistant' -%}"
     "<|start|>assistant<|channel|>analysis<|message|>{{ message.reasoning }}<|end|>"
@@ -25,15 +28,21 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tokenizer(folder: Path) -> None:
+def vocab_size(words: Sequence[str] = ()) -> int:
+    """Rows of the embedding: bytes, control tokens and words, filled up to a multiple of 32."""
+    tokens = 256 + len(CONTROL) + 1 + len(_WORDS) + len(words)
+    return -(-tokens // 32) * 32
+
+
+def write_tokenizer(folder: Path, words: Sequence[str] = ()) -> None:
     """Write ``tokenizer.json``, ``tokenizer_config.json``, ``chat_template.jinja`` and ``generation_config.json``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (*CONTROL, PAD)])
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in _WORDS])
-    assert tokenizer.get_vocab_size() <= VOCAB_SIZE
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in (*_WORDS, *words)])
+    assert tokenizer.get_vocab_size() <= vocab_size(words)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "TokenizersBackend",

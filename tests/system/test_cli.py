@@ -20,14 +20,17 @@ from tests.system.conftest import Cli
 from tests.system.runs import PER_STEP, PROBLEMS, QUICKSTART, SAMPLES, STEPS, TINY, newest, python, results, tensors
 
 HELP = {
-    "": ["train", "eval", "report", "config", "export", "starter", "from a laptop to a cluster"],
+    "": ["train", "eval", "report", "config", "export", "starter", "grade", "data", "from a laptop to a cluster"],
     "train": ["Train a model as a recipe says", " [KEY=VALUE]...", "--dry-run", "checkpoint.resume=latest", "Example:"],
-    "eval": ["Measure a model's accuracy", "MODEL", "--recipe", "--set", "OUT/SET.jsonl", "Example:"],
+    "eval": ["Measure a model's accuracy", "MODEL", "--recipe", "--set", "into this folder", "Example:"],
     "report": ["one page with plots", "RUN", "--samples"],
     "config": ["Print the resolved configuration", "RECIPE", " [KEY=VALUE]..."],
     "export": ["Hugging Face model folder", "MODEL", "OUT"],
-    "starter": ["The small model that comes with the package", "build"],
-    "starter build": ["Train the starter model", "--out"],
+    "starter": ["The small models that come with the package", "build"],
+    "starter build": ["Train a starter model", "starter-math", "--out"],
+    "grade": ["Grade responses as training would", "--grader", "dapo_strict", "--deadline", "Example:"],
+    "data": ["Data sets", "prepare"],
+    "data prepare": ["aime-2025", "--from", "--wording", "Example:"],
 }
 
 HEAVY = """
@@ -183,8 +186,8 @@ def test_rows_that_cannot_be_used_are_counted_and_listed_and_the_run_goes_on(tmp
     arguments += ["data.train.source=file", f"data.train.path={data}", "evaluation.before_training=false"]
     left_out = {
         "line 6": "not JSON",
-        "line 7": "'answer' must be an integer, not '[/two]'",
         "line 9": "the same question as 'sums:1'",
+        "sums:7": "reward.grader=math cannot judge by its answer: not an answer that can be judged",
         "sums:8": "prompt of ",
     }
     planned = cli(*arguments, "--dry-run")
@@ -204,7 +207,7 @@ def test_rows_that_cannot_be_used_are_counted_and_listed_and_the_run_goes_on(tmp
     [
         ([], "{data} has no usable row (the file is empty)"),
         (["[1]"], "{data} has no usable row; line 1: a list, not an object"),
-        ([{"question": "1+" * 40 + "1", "answer": 41}], "no prompt of 1 can be used; test:1: prompt of "),
+        ([{"question": "1+" * 40 + "1", "answer": 41}], "no problem of 1 can be used; test:1: prompt of "),
     ],
     ids=["empty", "bad rows", "long prompts"],
 )
@@ -243,42 +246,72 @@ def test_a_diverged_run_stops_and_its_last_checkpoint_stands(reference: Path, fi
     assert results(finished) == results(reference)
 
 
-def figures(out: str) -> dict[str, str]:
-    """The figures that ``eval`` printed, as text."""
-    return dict(line.split() for line in out.splitlines() if line.startswith("eval/"))
+def figures(folder: Path) -> dict[str, float]:
+    """The figures that ``eval`` wrote."""
+    made = json.loads((folder / "metrics.json").read_text())
+    return {key: value for key, value in made.items() if key.startswith("eval/")}
 
 
-def recorded(run: Path, step: int) -> dict[str, str]:
+def recorded(run: Path, step: int) -> dict[str, float]:
     """The same of a step of training."""
     line = next(line for line in read_metrics(run / "metrics.jsonl") if line["step"] == step)
-    return {key: f"{value:.4f}" for key, value in line.items() if key.startswith("eval/")}
+    return {key: value for key, value in line.items() if key.startswith("eval/")}
 
 
-def test_eval_of_the_starter_gives_the_numbers_that_training_began_with(reference: Path, cli: Cli) -> None:
-    assert figures(cli("eval", "starter", "--recipe", TINY).out) == recorded(reference, step=0)
+def test_eval_of_the_starter_gives_the_numbers_that_training_began_with(
+    reference: Path, tmp_path: Path, cli: Cli
+) -> None:
+    assert cli("eval", "starter", "--recipe", TINY, "--out", tmp_path).code == 0
+    assert figures(tmp_path) == recorded(reference, step=0) == figures(reference / "export" / "evals" / "step_0")
 
 
 @pytest.mark.parametrize("of", ["run", "checkpoint"])
-def test_eval_gives_the_numbers_of_training(of: str, reference: Path, cli: Cli) -> None:
-    ended = cli("eval", reference if of == "run" else newest(reference))
-    assert figures(ended.out) == recorded(reference, step=STEPS)
+def test_eval_gives_the_numbers_and_the_files_of_training(of: str, reference: Path, tmp_path: Path, cli: Cli) -> None:
+    assert cli("eval", reference if of == "run" else newest(reference), "--out", tmp_path).code == 0
+    assert figures(tmp_path) == recorded(reference, step=STEPS)
+    made = reference / "export" / "evals" / f"step_{STEPS}"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        path.name: path.read_bytes() for path in made.iterdir()
+    }
 
 
-def test_eval_of_the_export_equals_that_of_its_checkpoint(reference: Path, cli: Cli) -> None:
+def test_eval_of_the_export_equals_that_of_its_checkpoint(reference: Path, tmp_path: Path, cli: Cli) -> None:
     greedy = ("--set", "evaluation.temperature=0", "--recipe", TINY)
-    exported = figures(cli("eval", reference / "export" / f"global_step_{STEPS}", *greedy).out)
-    assert len(exported) == 7
-    assert exported == figures(cli("eval", reference, *greedy).out)
+    for name, model in (("exported", reference / "export" / f"global_step_{STEPS}"), ("saved", reference)):
+        assert cli("eval", model, *greedy, "--out", tmp_path / name).code == 0
+    exported = figures(tmp_path / "exported")
+    assert len(exported) == 8
+    assert exported == figures(tmp_path / "saved")
 
 
 def test_eval_reads_problem_files_and_writes_every_response(reference: Path, tmp_path: Path, cli: Cli) -> None:
     data = problem_file(tmp_path / "sums.jsonl", *GOOD, {"question": "1+1", "answer": "[/two]"})
-    ended = cli("eval", reference, data, "--set", "evaluation.samples_per_problem=3", "--out", tmp_path / "out")
+    out = tmp_path / "out"
+    settings = ("--set", "evaluation.samples_per_problem=3", "--set", "reward.grader=integer")
+    ended = cli("eval", reference, data, *settings, "--out", out)
     assert ended.code == 0, ended.err
-    assert "left out of sums, line 6: 'answer' must be an integer, not '[/two]'" in ended.out
-    rows = [json.loads(line) for line in (tmp_path / "out" / "sums.jsonl").read_text().splitlines()]
+    assert "left out of sums, sums:6: reward.grader=integer cannot judge by its answer: not an integer: '[/two]'" in (
+        ended.out
+    )
+    rows = [json.loads(line) for line in (out / "sums.jsonl").read_text().splitlines()]
     assert len(rows) == 3 * len(GOOD)
-    assert figures(ended.out)["eval/sums/avg@3"] == f"{sum(row['correct'] for row in rows) / len(rows):.4f}"
+    assert figures(out)["eval/sums/avg@3"] == pytest.approx(sum(row["correct"] for row in rows) / len(rows))
+    problems = [json.loads(line) for line in (out / "sums.problems.jsonl").read_text().splitlines()]
+    assert [row["right"] for row in problems] == [
+        sum(row["correct"] for row in rows if row["problem"] == problem["problem"]) for problem in problems
+    ]
+
+
+def test_eval_prints_accuracy_first_in_percent_and_every_problem(reference: Path, tmp_path: Path, cli: Cli) -> None:
+    ended = cli("eval", reference, "--out", tmp_path)
+    made = figures(tmp_path)
+    head, _, row = (line.split() for line in ended.out.splitlines()[2:5])
+    assert head[:5] == ["set", "avg@2", "95", "%", "pass@2"]
+    assert row[:4] == ["arithmetic", "(8)", f"{100 * made['eval/arithmetic/avg@2']:.1f}", "%"]
+    problems = [json.loads(line) for line in (tmp_path / "arithmetic.problems.jsonl").read_text().splitlines()]
+    for problem in problems:
+        (line,) = (line for line in ended.out.splitlines() if line.strip().startswith(problem["problem"]))
+        assert f" {problem['right']}/{problem['graded']} " in line
 
 
 def test_eval_measures_the_model_that_was_asked_for_whatever_the_recipe_trains(tmp_path: Path, cli: Cli) -> None:

@@ -21,7 +21,7 @@ ORDER = (
     ("chat", "algorithms", "checkpoint"),
     ("tasks", "starter", "report"),  # graders read channels; the starter's tokenizer has the chat's control tokens
     ("data",),  # problems are generated and checked by tasks
-    ("policy", "transfer"),
+    ("policy", "transfer", "starter.lessons"),
     ("rollout", "learner"),
     ("runtime",),
     ("evaluate", "starter.build"),

@@ -1,14 +1,10 @@
-"""The figures of a step and of an evaluation against their definitions in docs/metrics.md."""
+"""The figures of a step against their definitions in docs/metrics.md."""
 
-from dataclasses import replace
 from math import sqrt
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from beamline.algorithms.statistics import evaluation_statistics, interval95, rewards_of, sampling_statistics
+from beamline.algorithms.statistics import rewards_of, sampling_statistics
 from beamline.records import Finish, Grade, Group
 from tests.samples import make_grade, make_group, make_problem, make_rollout
 
@@ -40,6 +36,8 @@ def test_a_step_with_every_kind_of_response() -> None:
         {
             "train/graded": 4,
             "train/ungraded": 2,
+            "train/grading_timeouts": 1,
+            "train/grading_errors": 0,
             "train/reward_mean": mean,
             "train/reward_std": sqrt(sum((r - mean) ** 2 for r in rewards) / 3),
             "train/accuracy": 2 / 4,
@@ -70,6 +68,8 @@ def test_means_of_grades_are_absent_when_nothing_was_graded() -> None:
     assert set(sampling_statistics([make_group(TIMEOUT, None)])) == {
         "train/graded",
         "train/ungraded",
+        "train/grading_timeouts",
+        "train/grading_errors",
         "train/response_tokens_mean",
         "train/response_tokens_max",
         "train/truncated_share",
@@ -82,57 +82,3 @@ def test_the_spread_of_rewards_is_absent_for_a_single_grade() -> None:
     metrics = sampling_statistics([make_group(RIGHT, ERROR)])
     assert metrics["train/reward_mean"] == 1.0
     assert "train/reward_std" not in metrics
-
-
-def test_an_evaluation_weighs_problems_equally() -> None:
-    groups = [make_group(RIGHT, RIGHT), make_group(WRONG, TIMEOUT), make_group(RIGHT, WRONG)]
-    metrics = evaluation_statistics(groups, k=2)
-    assert metrics["avg@2"] == pytest.approx((1 + 0 + 0.5) / 3)
-    assert metrics["pass@2"] == pytest.approx(2 / 3)
-    assert metrics["ungraded"] == 1
-    assert (metrics["avg@2_low"], metrics["avg@2_high"]) == interval95(np.array([1.0, 0.0, 0.5]))
-
-
-def test_a_problem_without_any_grade_is_left_out_and_counted() -> None:
-    with_it = evaluation_statistics([make_group(RIGHT, WRONG), make_group(WRONG, WRONG), make_group(ERROR, None)], k=2)
-    without = evaluation_statistics([make_group(RIGHT, WRONG), make_group(WRONG, WRONG)], k=2)
-    assert with_it == without | {"ungraded": 2}
-
-
-def test_lengths_and_cuts_of_an_evaluation_count_every_response() -> None:
-    metrics = evaluation_statistics([group_of((4, "stop", RIGHT), (8, "length", None))], k=2)
-    assert (metrics["response_tokens_mean"], metrics["truncated_share"]) == (6.0, 0.5)
-
-
-def test_one_problem_has_no_interval() -> None:
-    assert set(evaluation_statistics([make_group(RIGHT, WRONG)], k=2)) == {
-        "avg@2",
-        "pass@2",
-        "response_tokens_mean",
-        "truncated_share",
-        "ungraded",
-    }
-
-
-def test_an_evaluation_without_any_grade_has_no_accuracy() -> None:
-    metrics = evaluation_statistics([make_group(TIMEOUT, None), make_group(ERROR)], k=8)
-    assert metrics == {"response_tokens_mean": 4.0, "truncated_share": 0.0, "ungraded": 3}
-
-
-@given(st.lists(st.floats(0, 1), min_size=2, max_size=40))
-def test_the_interval_is_the_written_formula(means: list[float]) -> None:
-    problems = len(means)
-    center = sum(means) / problems
-    spread = sqrt(sum((x - center) ** 2 for x in means) / (problems - 1))
-    half = 1.959963984540054 * spread / sqrt(problems)
-    expected = max(0.0, center - half), min(1.0, center + half)
-    assert interval95(np.array(means)) == pytest.approx(expected, abs=1e-12)
-
-
-def test_the_interval_stays_within_zero_and_one() -> None:
-    assert interval95(np.array([0.0, 0.0, 0.5]))[0] == 0.0
-    assert interval95(np.array([1.0, 1.0, 0.5]))[1] == 1.0
-
-
-def test_correctness_of_an_ungraded_response_is_not_looked_at() -> None:
-    assert evaluation_statistics([make_group(replace(RIGHT, status="timeout"), WRONG)], k=2)["pass@2"] == 0.0

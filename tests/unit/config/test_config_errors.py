@@ -45,11 +45,14 @@ def problems(tmp_path: Path) -> Problems:
         ("checkpoint.dir=3", "checkpoint.dir=3: expected path or null"),
         ("name='a b'", 'name="a b": expected text matching `^[A-Za-z0-9][A-Za-z0-9._-]*$`'),
         ("rollout=locl", 'rollout.engine="locl": expected `local`'),
-        ("data.train.source=fil", 'data.train.source="fil": expected `arithmetic` or `file`'),
+        (
+            "data.train.source=fil",
+            'data.train.source="fil": expected `arithmetic` or `competition` or `file` or `mixture`',
+        ),
         ("data.train.source=file", "data.train.path: is required (path)"),
         ("data.train.levels=[1,9]", "data.train.levels[1]=9: expected integer >= 1 and <= 5"),
         ("data.train.levels=[]", "data.train.levels=[]: expected list of (integer >= 1 and <= 5), at least 1 long"),
-        ("data.evaluation.a.problems=3", "data.evaluation.a.source: expected `arithmetic` or `file`"),
+        ("data.evaluation.a.problems=3", "data.evaluation.a.source: expected `arithmetic` or `competition` or `file`"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_valid(problems: Problems, override: str, expected: str) -> None:

@@ -4,7 +4,10 @@ from hypothesis import strategies as st
 
 from beamline.chat import Channels
 from beamline.config.schema import OverlongConfig, RewardConfig
-from beamline.tasks.grading import grade, is_integer, overlong_penalty
+from beamline.records import GradeStatus
+from beamline.tasks.graders.verdict import Verdict
+from beamline.tasks.grading import grade, grading_task, open_pool, overlong_penalty
+from beamline.tasks.pool import GradingTask, Outcome
 
 OVERLONG = RewardConfig(overlong=OverlongConfig(buffer_tokens=4, factor=0.5))
 
@@ -13,56 +16,51 @@ def channels(final: str | None, analysis: str | None = "") -> Channels:
     return Channels(analysis, final, well_formed=final is not None)
 
 
-@pytest.mark.parametrize("text", ["7", "+7", "-7", "007", "1" * 100])
-def test_integers_are_decimal_digits_with_a_sign_at_most(text: str) -> None:
-    assert is_integer(text)
+def outcome_of(final: str | None) -> Outcome | None:
+    """What grading against ``1`` comes to."""
+    return None if final is None else Outcome("graded", Verdict(final == "1", final), 0.1, None)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "-", "7.0", "1e3", "0x7", "7 ", "7\n", "1_000", "1,000", "٧", "²", "--7", "1" * 101]
-)
-def test_everything_else_is_no_integer(text: str) -> None:
-    assert not is_integer(text)
+def test_the_final_channel_is_what_is_graded_and_nothing_else() -> None:
+    task = grading_task(channels("13", analysis="Answer: 12"), "12", RewardConfig(grader="exact"))
+    assert task == GradingTask("exact", "13", "12")
 
 
-@pytest.mark.parametrize("final", ["12", " 12\n", "+12", "0012"])
-def test_the_expected_integer_in_the_final_channel_is_right(final: str) -> None:
-    verdict = grade(channels(final), "12", 5, 10, RewardConfig())
-    assert (verdict.correct, verdict.reward, verdict.parsed) == (True, 1.0, final.strip())
+def test_without_a_closed_final_channel_there_is_nothing_to_grade() -> None:
+    assert grading_task(channels(None, analysis="Answer: 12"), "12", RewardConfig()) is None
 
 
-@pytest.mark.parametrize("final", ["13", "-12", "12.", "the answer is 12", "12 12", "1 2", ""])
-def test_anything_else_in_the_final_channel_is_wrong(final: str) -> None:
-    verdict = grade(channels(final), "12", 5, 10, RewardConfig())
-    assert (verdict.correct, verdict.reward, verdict.status) == (False, -1.0, "graded")
+def test_a_response_without_an_answer_is_wrong_but_graded() -> None:
+    made = grade(channels(None, analysis="12"), None, 5, 10, RewardConfig())
+    assert (made.correct, made.reward, made.status, made.parsed) == (False, -1.0, "graded", None)
+    assert not made.well_formed
 
 
-def test_what_stands_in_the_analysis_channel_does_not_count() -> None:
-    assert not grade(channels("13", analysis="12"), "12", 5, 10, RewardConfig()).correct
-    assert grade(channels("12", analysis="13"), "12", 5, 10, RewardConfig()).correct
+@pytest.mark.parametrize("status", ["timeout", "error"])
+def test_what_could_not_be_graded_has_no_reward_and_says_why(status: GradeStatus) -> None:
+    made = grade(channels("1"), Outcome(status, None, 5.0, "took too long"), 10, 10, OVERLONG)
+    assert (made.status, made.correct, made.reward, made.parts) == (status, False, 0.0, {})
+    assert (made.error, made.well_formed) == ("took too long", True)
 
 
-def test_without_a_closed_final_channel_an_answer_is_wrong_but_graded() -> None:
-    verdict = grade(channels(None, analysis="12"), "12", 5, 10, RewardConfig())
-    assert (verdict.correct, verdict.status, verdict.parsed, verdict.well_formed) == (False, "graded", None, False)
-
-
-def test_only_integers_are_reported_as_parsed() -> None:
-    assert grade(channels("twelve"), "12", 5, 10, RewardConfig()).parsed is None
-    assert grade(channels(" 13 "), "12", 5, 10, RewardConfig()).parsed == "13"
-
-
-def test_answers_are_compared_as_numbers() -> None:
-    assert grade(channels("-0"), "+00", 5, 10, RewardConfig()).correct
+def test_a_grade_keeps_the_answer_that_was_read() -> None:
+    made = grade(channels("Answer: 13"), Outcome("graded", Verdict(False, "13"), 0.1, None), 5, 10, RewardConfig())
+    assert (made.parsed, made.correct, made.well_formed, made.error) == ("13", False, True, None)
 
 
 def test_rewards_of_right_and_wrong_are_those_of_the_recipe() -> None:
     config = RewardConfig(right=3.0, wrong=0.25)
-    assert [grade(channels(final), "1", 5, 10, config).reward for final in ("1", "2")] == [3.0, 0.25]
+    assert [grade(channels(t), outcome_of(t), 5, 10, config).reward for t in ("1", "2", None)] == [3.0, 0.25, 0.25]
 
 
-def test_an_endless_number_is_no_answer_and_takes_no_time() -> None:
-    assert not grade(channels("9" * 1_000_000), "9", 5, 10, RewardConfig()).correct
+@pytest.mark.parametrize("grader", ["math", "integer", "dapo_strict", "exact"])
+def test_every_grader_of_the_configuration_grades_in_the_pool(grader: str) -> None:
+    config = RewardConfig.model_validate({"grader": grader, "grading": {"workers": 1, "deadline_seconds": 60}})
+    finals = ["Answer: 12", "Answer: 13"] if grader != "exact" else ["12", "13"]
+    tasks = [grading_task(channels(final), "12", config) for final in finals]
+    with open_pool(config) as pool:
+        outcomes = pool.grade_all([task for task in tasks if task is not None])
+    assert [o.verdict for o in outcomes] == [Verdict(True, "12"), Verdict(False, "13")]
 
 
 @given(limit=st.integers(2, 200), share=st.floats(0.01, 0.99), tokens=st.integers(0, 250), factor=st.floats(0, 5))
@@ -86,16 +84,16 @@ def test_the_overlong_penalty_at_its_corners() -> None:
 @pytest.mark.parametrize("tokens", [3, 8, 10])
 @pytest.mark.parametrize("final", ["1", "2", None])
 def test_parts_add_up_to_the_reward(tokens: int, final: str | None) -> None:
-    verdict = grade(channels(final), "1", tokens, 10, OVERLONG)
+    verdict = grade(channels(final), outcome_of(final), tokens, 10, OVERLONG)
     assert set(verdict.parts) == {"answer", "overlong"}
     assert sum(verdict.parts.values()) == verdict.reward
     assert verdict.parts["overlong"] == overlong_penalty(tokens, 10, 4, 0.5)
 
 
 def test_the_penalty_does_not_make_a_right_answer_wrong() -> None:
-    verdict = grade(channels("1"), "1", 10, 10, OVERLONG)
+    verdict = grade(channels("1"), outcome_of("1"), 10, 10, OVERLONG)
     assert (verdict.correct, verdict.reward) == (True, 0.5)
 
 
 def test_without_a_buffer_there_is_no_overlong_part() -> None:
-    assert grade(channels("1"), "1", 10, 10, RewardConfig()).parts == {"answer": 1.0}
+    assert grade(channels("1"), outcome_of("1"), 10, 10, RewardConfig()).parts == {"answer": 1.0}
