@@ -71,7 +71,7 @@ def test_a_raw_file_is_prepared_and_measured(raw: Path, tmp_path: Path, cli: Cli
 
 
 def test_responses_are_graded_by_the_command(tmp_path: Path, cli: Cli) -> None:
-    rows = [("**Answer:** 034", "34"), ("Answer: 35", "34"), ("I do not know.", "34")]
+    rows = [("**Answer:** 034", "34"), ("Answer: 35", "34"), ("", "34")]
     path = tmp_path / "responses.jsonl"
     path.write_text("".join(json.dumps({"response": r, "answer": a}) + "\n" for r, a in rows))
     ended = cli("grade", path)
