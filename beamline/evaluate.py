@@ -1,10 +1,8 @@
 """Measuring accuracy: several samples of every problem, graded, with an interval over problems."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from beamline.algorithms.evaluation import evaluation_statistics, problem_result
 from beamline.chat import BeamChat
@@ -14,8 +12,10 @@ from beamline.config import load_config
 from beamline.config.compose import escaped
 from beamline.config.schema import FileSource, RunConfig
 from beamline.data import DataError, ProblemSet
+from beamline.data.wording import bare
 from beamline.policy import model
 from beamline.records import Group, SamplingParams
+from beamline.report.problems import ProblemRow, write_problems
 from beamline.rollout.collect import Job, sample
 from beamline.rollout.grading import Grading
 from beamline.rollout.rows import rows
@@ -71,13 +71,26 @@ def write_evaluation(
     """Write responses (``<set>.jsonl``), how each problem came out (``<set>.problems.jsonl``) and ``metrics.json``."""
     make_folder(folder)
     for name, groups in measured.items():
-        write_atomic(folder / f"{name}.jsonl", _lines(rows(groups, chat, step)))
-        write_atomic(folder / f"{name}.problems.jsonl", _lines(asdict(problem_result(group)) for group in groups))
+        lines = (json.dumps(row).encode() + b"\n" for row in rows(groups, chat, step))
+        write_atomic(folder / f"{name}.jsonl", lines)
+        write_problems(folder, name, map(_problem_row, groups))
     write_json(folder / "metrics.json", {"step": step} | evaluation_metrics(measured, config))
 
 
-def _lines(records: Iterable[Any]) -> Iterator[bytes]:
-    return (json.dumps(record).encode() + b"\n" for record in records)
+def _problem_row(group: Group) -> ProblemRow:
+    result = problem_result(group)
+    return {
+        "problem": result.problem,
+        "question": bare(group.problem.text),
+        "answer": result.answer,
+        "graded": result.graded,
+        "ungraded": result.ungraded,
+        "right": result.right,
+        "truncated": result.truncated,
+        "tokens_mean": result.tokens_mean,
+        "majority_answer": result.majority_answer,
+        "majority": result.majority,
+    }
 
 
 def evaluation_params(config: RunConfig, chat: BeamChat) -> SamplingParams:

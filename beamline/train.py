@@ -12,6 +12,7 @@ from beamline.errors import BeamlineError
 from beamline.evaluate import evaluate, evaluation_metrics, write_evaluation
 from beamline.learner.learner import StepStats, update_statistics
 from beamline.records import Experience, Group, SamplingParams
+from beamline.report import evaluation_folder
 from beamline.rollout.collect import Job, sample
 from beamline.rollout.grading import Grading
 from beamline.runtime.determinism import make_deterministic
@@ -139,5 +140,5 @@ def measure(run: Run, step: int) -> dict[str, float]:
         return {}
     with run.timings("evaluation"):
         measured = evaluate(config, run.data.evaluation, run.engines.sampler, run.chat, run.pool, step, run.console)
-        write_evaluation(config.output / "export" / "evals" / f"step_{step}", measured, config, run.chat, step)
+        write_evaluation(evaluation_folder(config.output, step), measured, config, run.chat, step)
     return evaluation_metrics(measured, config)

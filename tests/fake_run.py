@@ -2,12 +2,14 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
 
 from beamline.config.schema import RunConfig
-from beamline.report import MetricsWriter, RolloutRow, rollouts_path, write_rollouts
+from beamline.report import MetricsWriter, RolloutRow, evaluation_folder, rollouts_path, write_rollouts
+from beamline.report.problems import ProblemRow, write_problems
 
 PROBLEMS, SAMPLES, EVALUATED = 32, 8, 256
 
@@ -28,10 +30,33 @@ def write_fake_run(run: Path, steps: int = 50, evaluate_every: int = 5, dump_eve
         line = _training(rng, step, progress)
         if evaluate_every and (step % evaluate_every == 0 or step == steps):
             line |= _evaluation(progress) | {"timing/evaluation": 4.6}
+            write_fake_problems(run, step, right=round(SAMPLES * _skill(progress)))
         writer.append(line | {"timing/step": sum(v for k, v in line.items() if _is_phase(k)) + 0.15})
         if dump_every and step % dump_every == 0:
             write_rollouts(rollouts_path(run, step), _rows(rng, step, _skill(progress)))
     return run
+
+
+def write_fake_problems(run: Path, step: int, right: int, problems: int = 30, **changes: Any) -> None:
+    """The results of an evaluation set in which each problem has ``right`` right answers, or a few less."""
+    folder = evaluation_folder(run, step)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows: list[ProblemRow] = [
+        {
+            "problem": f"p{n}",
+            "question": f"What is {n} + {n}?",
+            "answer": f"{2 * n}",
+            "graded": SAMPLES,
+            "ungraded": 0,
+            "right": max(right - n % 3, 0),
+            "truncated": n % 2,
+            "tokens_mean": 50.0 + n,
+            "majority_answer": f"{2 * n}" if n % 3 else None,
+            "majority": float(n % 3 > 0),
+        }
+        for n in range(problems)
+    ]
+    write_problems(folder, "arithmetic", [{**row, **changes} for row in rows])  # type: ignore[typeddict-item]
 
 
 def fake_row(sample: int, response: str = "<|channel|>final<|message|>5<|return|>", reward: float = 1.0) -> RolloutRow:
@@ -69,6 +94,7 @@ def _evaluation(progress: float) -> dict[str, float]:
             f"eval/{name}/avg@8_low": max(0.0, mean - half),
             f"eval/{name}/avg@8_high": min(1.0, mean + half),
             f"eval/{name}/pass@8": 1 - (1 - mean) ** 3,
+            f"eval/{name}/maj@8": mean,
             f"eval/{name}/response_tokens_mean": 46 - 9 * progress,
             f"eval/{name}/truncated_share": 0.04 * (1 - progress),
             f"eval/{name}/ungraded": 0,

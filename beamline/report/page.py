@@ -11,6 +11,7 @@ from plotly.offline import get_plotlyjs
 from beamline.checkpoint.files import write_atomic
 from beamline.report.figures import figures
 from beamline.report.metrics import DamagedFileError, read_metrics
+from beamline.report.problems import read_results
 from beamline.report.rollouts import find_rollouts, read_rollouts
 from beamline.report.summary import Sample, cautions, choose_samples, headlines
 
@@ -21,6 +22,7 @@ _ENVIRONMENT = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
+_MOST_PROBLEMS = 500  # of a set that are listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ def _render(run: Path, samples: int) -> str:
         cautions=cautions(lines) if lines else [],
         figures=plots,
         figure_data=[asdict(plot) for plot in plots if plot.traces],
+        evaluations=read_results(run),
+        most_problems=_MOST_PROBLEMS,
         dumps=_dumps(run, samples),
         config=config_text,
         plotly=get_plotlyjs(),

@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import platform
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from beamline.config.compose import escaped
 from beamline.config.schema import RunConfig
 from beamline.data import ProblemSet
 from beamline.errors import BeamlineError
-from beamline.report import read_metrics, truncate_after
+from beamline.report import find_evaluations, read_metrics, truncate_after
 from beamline.report.rollouts import find_rollouts, step_of
 from beamline.runtime.determinism import cpu_family
 
@@ -164,7 +165,7 @@ def _check_newest(path: Path, config: RunConfig, store: CheckpointStore) -> None
 
 
 def go_back(output: Path, checkpoint: Checkpoint) -> None:
-    """Leave in a run's metrics and rollouts what came before a checkpoint; a new folder takes the metrics of its run.
+    """Leave in a run's metrics and dumps what came before a checkpoint; a new folder takes the metrics of its run.
 
     Raises:
         ResumeError: the metrics have no line of the checkpoint's step.
@@ -180,16 +181,22 @@ def go_back(output: Path, checkpoint: Checkpoint) -> None:
         raise ResumeError(
             f"{checkpoint.path} cannot be gone on from in {output}: {error}; choose another folder (output=...)"
         ) from error
-    for dump in find_rollouts(output):
-        if step_of(dump) > checkpoint.step:
-            dump.unlink()
+    _remove_dumps(output, after=checkpoint.step)
 
 
 def clear_unsaved(output: Path) -> None:
     """Remove what a run left that ended before its first checkpoint."""
     (output / "metrics.jsonl").unlink(missing_ok=True)
+    _remove_dumps(output, after=-1)
+
+
+def _remove_dumps(output: Path, after: int) -> None:
     for dump in find_rollouts(output):
-        dump.unlink()
+        if step_of(dump) > after:
+            dump.unlink()
+    for step, folder in find_evaluations(output):
+        if step > after:
+            shutil.rmtree(folder)
 
 
 def check_same(config: RunConfig, problems: Mapping[str, str], saved: RunState) -> None:
