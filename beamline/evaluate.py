@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from beamline.algorithms.evaluation import evaluation_statistics, problem_result
+from beamline.algorithms.evaluation import SetResult, set_result
 from beamline.chat import BeamChat
 from beamline.checkpoint import open_checkpoint, write_atomic
 from beamline.checkpoint.files import make_folder, write_json
@@ -12,19 +12,18 @@ from beamline.config import load_config
 from beamline.config.compose import escaped
 from beamline.config.schema import FileSource, RunConfig
 from beamline.data import DataError, ProblemSet
-from beamline.data.wording import bare
 from beamline.policy import model
-from beamline.records import Group, SamplingParams
-from beamline.report.problems import ProblemRow, write_problems
+from beamline.records import SamplingParams
+from beamline.report.problems import write_problems
 from beamline.rollout.collect import Job, sample
 from beamline.rollout.grading import Grading
 from beamline.rollout.rows import rows
 from beamline.rollout.sampler import Sampler
 from beamline.runtime.console import RunConsole
+from beamline.runtime.data import evaluation_sets, left_out, write_data_report
 from beamline.runtime.determinism import make_deterministic
 from beamline.runtime.engines import load_chat, load_module, model_folder, sampler_of
 from beamline.runtime.export import find_checkpoint, saved_config
-from beamline.runtime.session import evaluation_sets
 from beamline.runtime.tables import evaluation_table, problem_table
 from beamline.tasks.grading import open_pool
 from beamline.tasks.pool import GradingPool
@@ -40,57 +39,33 @@ def evaluate(
     pool: GradingPool,
     step: int,
     console: RunConsole,
-) -> dict[str, list[Group]]:
-    """Sample every problem of every set several times, and grade the responses."""
+) -> dict[str, SetResult]:
+    """Sample every problem of every set several times, grade the responses, and sum up."""
+    k, params = config.evaluation.samples_per_problem, evaluation_params(config, chat)
     measured = {}
     for name, problems in sets.items():
-        job = Job(
-            "eval", step, problems.problems, config.evaluation.samples_per_problem, evaluation_params(config, chat)
-        )
+        job = Job("eval", step, problems.problems, k, params)
         grading = Grading(pool, job, chat, config.reward)
         with console.phase(f"eval {name}", job.size) as bar:
             deadline = config.rollout.deadline_seconds
             drawn = sample(sampler, job, chat, deadline, grading.add, lambda done: bar.advance(len(done.token_ids)))
-        measured[name] = grading.finish(drawn)
+        measured[name] = set_result(grading.finish(drawn), k)
     return measured
 
 
-def evaluation_metrics(measured: Mapping[str, Sequence[Group]], config: RunConfig) -> dict[str, float]:
+def evaluation_metrics(measured: Mapping[str, SetResult]) -> dict[str, float]:
     """The ``eval/`` metrics of what was measured."""
-    k = config.evaluation.samples_per_problem
-    return {
-        f"eval/{name}/{key}": value
-        for name, groups in measured.items()
-        for key, value in evaluation_statistics(groups, k).items()
-    }
+    return {f"eval/{name}/{key}": value for name, of in measured.items() for key, value in of.metrics.items()}
 
 
-def write_evaluation(
-    folder: Path, measured: Mapping[str, Sequence[Group]], config: RunConfig, chat: BeamChat, step: int
-) -> None:
+def write_evaluation(folder: Path, measured: Mapping[str, SetResult], chat: BeamChat, step: int) -> None:
     """Write responses (``<set>.jsonl``), how each problem came out (``<set>.problems.jsonl``) and ``metrics.json``."""
     make_folder(folder)
-    for name, groups in measured.items():
-        lines = (json.dumps(row).encode() + b"\n" for row in rows(groups, chat, step))
+    for name, of in measured.items():
+        lines = (json.dumps(row).encode() + b"\n" for row in rows(of.groups, chat, step))
         write_atomic(folder / f"{name}.jsonl", lines)
-        write_problems(folder, name, map(_problem_row, groups))
-    write_json(folder / "metrics.json", {"step": step} | evaluation_metrics(measured, config))
-
-
-def _problem_row(group: Group) -> ProblemRow:
-    result = problem_result(group)
-    return {
-        "problem": result.problem,
-        "question": bare(group.problem.text),
-        "answer": result.answer,
-        "graded": result.graded,
-        "ungraded": result.ungraded,
-        "right": result.right,
-        "truncated": result.truncated,
-        "tokens_mean": result.tokens_mean,
-        "majority_answer": result.majority_answer,
-        "majority": result.majority,
-    }
+        write_problems(folder, name, of.problems)
+    write_json(folder / "metrics.json", {"step": step} | evaluation_metrics(measured))
 
 
 def evaluation_params(config: RunConfig, chat: BeamChat) -> SamplingParams:
@@ -139,15 +114,22 @@ def evaluate_model(
         )
         measured = evaluate(config, sets, sampler_of(config, module, step), chat, pool, step, console)
         if out is not None:
-            write_evaluation(out, measured, config, chat, step)
-        for problems in sets.values():
-            for excluded in problems.excluded:
-                console.print(f"left out of {problems.name}, {excluded.where}: {excluded.reason}")
-        console.show(evaluation_table(measured, samples))
-        if sum(map(len, measured.values())) <= _MOST_SHOWN:
-            for name, groups in measured.items():
-                console.show(problem_table(name, groups))
-    return evaluation_metrics(measured, config)
+            write_evaluation(out, measured, chat, step)
+            write_data_report(out, sets.values())
+        for line in left_out(sets.values()):
+            console.print(f"left out of {line}")
+        _show(console, measured, samples, out)
+    return evaluation_metrics(measured)
+
+
+def _show(console: RunConsole, measured: Mapping[str, SetResult], k: int, out: Path | None) -> None:
+    console.show(evaluation_table(measured, k))
+    for name, of in measured.items():
+        if len(of.problems) <= _MOST_SHOWN:
+            console.show(problem_table(name, of.problems))
+        else:
+            where = out / f"{name}.problems.jsonl" if out else "--out DIR writes it"
+            console.print(f"how each of the {len(of.problems):,} problems of {name} went: {where}")
 
 
 def _check_free(out: Path) -> None:

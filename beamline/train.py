@@ -115,7 +115,7 @@ def learn(run: Run, groups: list[Group]) -> list[StepStats]:
 def experiences(groups: list[Group]) -> list[Experience]:
     """What a learner is given: each sample with its advantage; samples without a grade are in no loss."""
     return [
-        Experience(rollout, float(advantage), trained=rollout.grade is not None and rollout.grade.status == "graded")
+        Experience(rollout, float(advantage), trained=rollout.verdict is not None)
         for group in groups
         for rollout, advantage in zip(group.rollouts, group.advantages, strict=True)
     ]
@@ -140,5 +140,5 @@ def measure(run: Run, step: int) -> dict[str, float]:
         return {}
     with run.timings("evaluation"):
         measured = evaluate(config, run.data.evaluation, run.engines.sampler, run.chat, run.pool, step, run.console)
-        write_evaluation(evaluation_folder(config.output, step), measured, config, run.chat, step)
-    return evaluation_metrics(measured, config)
+        write_evaluation(evaluation_folder(config.output, step), measured, run.chat, step)
+    return evaluation_metrics(measured)

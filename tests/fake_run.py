@@ -1,15 +1,17 @@
 """A run folder as a training run leaves it, made up in milliseconds: arithmetic learned over some steps."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
+from beamline.algorithms.evaluation import ProblemResult
 from beamline.config.schema import RunConfig
 from beamline.report import MetricsWriter, RolloutRow, evaluation_folder, rollouts_path, write_rollouts
-from beamline.report.problems import ProblemRow, write_problems
+from beamline.report.problems import write_problems
 
 PROBLEMS, SAMPLES, EVALUATED = 32, 8, 256
 
@@ -41,22 +43,22 @@ def write_fake_problems(run: Path, step: int, right: int, problems: int = 30, **
     """The results of an evaluation set in which each problem has ``right`` right answers, or a few less."""
     folder = evaluation_folder(run, step)
     folder.mkdir(parents=True, exist_ok=True)
-    rows: list[ProblemRow] = [
-        {
-            "problem": f"p{n}",
-            "question": f"What is {n} + {n}?",
-            "answer": f"{2 * n}",
-            "graded": SAMPLES,
-            "ungraded": 0,
-            "right": max(right - n % 3, 0),
-            "truncated": n % 2,
-            "tokens_mean": 50.0 + n,
-            "majority_answer": f"{2 * n}" if n % 3 else None,
-            "majority": float(n % 3 > 0),
-        }
+    rows = [
+        ProblemResult(
+            problem=f"p{n}",
+            question=f"What is {n} + {n}?",
+            answer=f"{2 * n}",
+            graded=SAMPLES,
+            ungraded=0,
+            right=max(right - n % 3, 0),
+            truncated=n % 2,
+            tokens_mean=50.0 + n,
+            majority_answer=f"{2 * n}" if n % 3 else None,
+            majority=float(n % 3 > 0),
+        )
         for n in range(problems)
     ]
-    write_problems(folder, "arithmetic", [{**row, **changes} for row in rows])  # type: ignore[typeddict-item]
+    write_problems(folder, "arithmetic", [replace(row, **changes) for row in rows])
 
 
 def fake_row(sample: int, response: str = "<|channel|>final<|message|>5<|return|>", reward: float = 1.0) -> RolloutRow:

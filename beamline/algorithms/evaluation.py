@@ -22,6 +22,7 @@ class ProblemResult:
     """
 
     problem: str
+    question: str
     answer: str
     graded: int
     ungraded: int
@@ -34,10 +35,11 @@ class ProblemResult:
 
 def problem_result(group: Group) -> ProblemResult:
     """Count the samples of a problem; what could not be graded is in no count but ``ungraded``."""
-    grades = [r.grade for r in group.rollouts if r.grade is not None and r.grade.status == "graded"]
+    grades = [rollout.verdict for rollout in group.rollouts if rollout.verdict is not None]
     answer, majority = _majority(grades)
     return ProblemResult(
         problem=group.problem.id,
+        question=group.problem.text,
         answer=group.problem.answer,
         graded=len(grades),
         ungraded=len(group.rollouts) - len(grades),
@@ -65,13 +67,27 @@ def _majority(grades: Sequence[Grade]) -> tuple[str | None, float]:
     return written[tied[0]], sum(correct for correct, _ in tied) / len(tied)
 
 
-def evaluation_statistics(groups: Sequence[Group], k: int) -> dict[str, float]:
-    """avg@k with its 95 % interval over problems, pass@k, maj@k, and what the responses looked like.
+@dataclass(frozen=True, slots=True)
+class SetResult:
+    """What was sampled of an evaluation set, how each of its problems came out, and what that comes to."""
 
-    A problem without any graded response has no place in a mean and is counted as ``ungraded`` with each of them.
+    groups: Sequence[Group]
+    problems: Sequence[ProblemResult]
+    metrics: dict[str, float]
+
+
+def set_result(groups: Sequence[Group], k: int) -> SetResult:
+    """Sum up an evaluation of k samples a problem.
+
+    ``metrics`` has avg@k with its 95 % interval over problems, pass@k, maj@k, and what the responses looked like. A
+    problem without any graded response has no place in a mean and is counted as ``ungraded`` with each of them.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
     results = [problem_result(group) for group in groups]
+    return SetResult(groups, results, _metrics(groups, results, k))
+
+
+def _metrics(groups: Sequence[Group], results: Sequence[ProblemResult], k: int) -> dict[str, float]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
     graded = [result for result in results if result.graded]
     metrics: dict[str, float] = {}
     if graded:

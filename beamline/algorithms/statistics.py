@@ -12,15 +12,15 @@ from beamline.records import Group
 
 def rewards_of(group: Group) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Rewards ``[n]`` of a group's rollouts, and which of them were graded."""
-    grades = [rollout.grade for rollout in group.rollouts]
-    graded = np.array([grade is not None and grade.status == "graded" for grade in grades])
-    return np.array([0.0 if grade is None else grade.reward for grade in grades]), graded
+    verdicts = [rollout.verdict for rollout in group.rollouts]
+    graded = np.array([verdict is not None for verdict in verdicts])
+    return np.array([0.0 if verdict is None else verdict.reward for verdict in verdicts]), graded
 
 
 def sampling_statistics(groups: Sequence[Group]) -> dict[str, float]:
     """The ``train/`` metrics of a step."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    grades = [r.grade for r in rollouts if r.grade is not None and r.grade.status == "graded"]
+    grades = [rollout.verdict for rollout in rollouts if rollout.verdict is not None]
     statuses = Counter("ungraded" if r.grade is None else r.grade.status for r in rollouts)
     tokens = np.array([rollout.response_tokens for rollout in rollouts])
     signals = [has_signal(*rewards_of(group)) for group in groups]

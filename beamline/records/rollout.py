@@ -59,6 +59,11 @@ class Rollout:
     grade: Grade | None = None
 
     @property
+    def verdict(self) -> Grade | None:
+        """The grade if it counts: what means, votes and groups look at, and nothing else."""
+        return self.grade if self.grade is not None and self.grade.status == "graded" else None
+
+    @property
     def response_tokens(self) -> int:
         """How many tokens the policy chose."""
         return int(self.policy_mask.sum())

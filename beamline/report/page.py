@@ -9,6 +9,7 @@ import yaml
 from plotly.offline import get_plotlyjs
 
 from beamline.checkpoint.files import write_atomic
+from beamline.data.wording import bare
 from beamline.report.figures import figures
 from beamline.report.metrics import DamagedFileError, read_metrics
 from beamline.report.problems import read_results
@@ -22,6 +23,7 @@ _ENVIRONMENT = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
+_ENVIRONMENT.filters["bare"] = bare
 _MOST_PROBLEMS = 500  # of a set that are listed
 
 

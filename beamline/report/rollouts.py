@@ -20,8 +20,8 @@ class RolloutRow(TypedDict):
     """One sample.
 
     ``response`` is the text with its control tokens; ``tokens`` and ``logprob_mean`` are over what the policy chose.
-    ``reward`` is the sum of ``parts``, and means something only when ``status`` is ``graded``; the
-    others have an ``error`` that says why.
+    ``reward`` is the sum of ``parts``. What could not be graded has no ``correct`` and no ``reward``, and an ``error``
+    that says why.
     """
 
     step: int
@@ -31,8 +31,8 @@ class RolloutRow(TypedDict):
     answer: str
     response: str
     parsed: str | None
-    correct: bool
-    reward: float
+    correct: bool | None
+    reward: float | None
     parts: dict[str, float]
     status: GradeStatus
     error: NotRequired[str]

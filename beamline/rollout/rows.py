@@ -12,8 +12,8 @@ def rows(groups: Sequence[Group], chat: BeamChat, step: int) -> list[RolloutRow]
     made: list[RolloutRow] = []
     for group in groups:
         for rollout in group.rollouts:
-            assert rollout.grade is not None
-            policy = rollout.policy_mask
+            grade, verdict, policy = rollout.grade, rollout.verdict, rollout.policy_mask
+            assert grade is not None
             row: RolloutRow = {
                 "step": step,
                 "problem": group.problem.id,
@@ -21,16 +21,16 @@ def rows(groups: Sequence[Group], chat: BeamChat, step: int) -> list[RolloutRow]
                 "question": group.problem.text,
                 "answer": group.problem.answer,
                 "response": chat.decode(rollout.token_ids[policy]),
-                "parsed": rollout.grade.parsed,
-                "correct": rollout.grade.correct,
-                "reward": rollout.grade.reward,
-                "parts": rollout.grade.parts,
-                "status": rollout.grade.status,
+                "parsed": grade.parsed,
+                "correct": None if verdict is None else verdict.correct,
+                "reward": None if verdict is None else verdict.reward,
+                "parts": grade.parts,
+                "status": grade.status,
                 "finish": rollout.finish,
                 "tokens": rollout.response_tokens,
                 "logprob_mean": float(rollout.logprobs[policy].astype("float64").mean()),
             }
-            if rollout.grade.error is not None:
-                row["error"] = rollout.grade.error
+            if grade.error is not None:
+                row["error"] = grade.error
             made.append(row)
     return made

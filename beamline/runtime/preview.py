@@ -6,9 +6,10 @@ from beamline.checkpoint import CheckpointStore
 from beamline.config.schema import RunConfig
 from beamline.data import ProblemSet
 from beamline.model.beam import tensors
+from beamline.runtime.data import Data, left_out, load_data
 from beamline.runtime.engines import check_model, load_chat, load_module, positions
 from beamline.runtime.resume import resume_from
-from beamline.runtime.session import Data, load_data, open_from
+from beamline.runtime.session import open_from
 
 
 def preview(config: RunConfig) -> str:
@@ -48,11 +49,7 @@ def _data_lines(data: Data, config: RunConfig) -> list[str]:
     ]
     shared = {name: count for name, count in data.overlap.items() if count}
     lines += [f"overlap     {name}: {count} problems are also trained on" for name, count in shared.items()]
-    for problems in (data.train, *data.evaluation.values()):
-        lines += [f"left out    {problems.name}, {e.where}: {e.reason}" for e in problems.excluded[:5]]
-        if len(problems.excluded) > 5:
-            lines.append(f"left out    {problems.name}: {len(problems.excluded) - 5} more")
-    return lines
+    return lines + [f"left out    {line}" for line in left_out(data.sets)]
 
 
 def _training_lines(train: ProblemSet, draws: int) -> list[str]:

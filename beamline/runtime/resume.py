@@ -36,7 +36,7 @@ _FREE = (
     "evaluation.every",
     "evaluation.before_training",
     "data.allow_overlap",
-    "reward.grading",
+    "reward.grading.workers",
     "rollout.deadline_seconds",
     "runtime",
 )

@@ -1,6 +1,5 @@
 """Opening a run: what it trains on, where it stands, what it writes to."""
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -10,12 +9,12 @@ from pathlib import Path
 from beamline.chat import BeamChat
 from beamline.checkpoint import Checkpoint, CheckpointStore, open_checkpoint, verify, write_atomic
 from beamline.config import to_yaml
-from beamline.config.schema import MixtureSource, RunConfig, Source
-from beamline.data import ProblemSet, check_disjoint, load, mixture, usable
+from beamline.config.schema import RunConfig
 from beamline.records import Group
 from beamline.report import MetricsWriter, rollouts_path, write_report, write_rollouts
 from beamline.rollout.rows import rows
 from beamline.runtime.console import RunConsole
+from beamline.runtime.data import Data, load_data, write_data_report
 from beamline.runtime.engines import Engines, build, load_chat
 from beamline.runtime.export import export
 from beamline.runtime.resume import (
@@ -24,7 +23,6 @@ from beamline.runtime.resume import (
     check_same,
     clear_unsaved,
     environment,
-    fingerprints,
     go_back,
     resume_from,
     run_state,
@@ -32,78 +30,6 @@ from beamline.runtime.resume import (
 from beamline.runtime.timing import Timings, peak_memory
 from beamline.tasks.grading import open_pool
 from beamline.tasks.pool import GradingPool
-
-
-@dataclass(frozen=True, slots=True)
-class Data:
-    """The problems of a run."""
-
-    train: ProblemSet
-    evaluation: dict[str, ProblemSet]
-    overlap: dict[str, int]
-    """For each evaluation set, how many of its problems are also trained on."""
-
-    def fingerprints(self) -> dict[str, str]:
-        """A hash of each set."""
-        return fingerprints([self.train, *self.evaluation.values()])
-
-
-def evaluation_sets(config: RunConfig, sources: Mapping[str, Source], chat: BeamChat) -> dict[str, ProblemSet]:
-    """The evaluation problems of each source, without those that cannot be used.
-
-    Raises:
-        DataError: a set cannot be used.
-    """
-    limit, grader = config.rollout.max_prompt_tokens, config.reward.grader
-    return {
-        name: usable(load(name, source, config.seed, "eval"), chat, limit, grader) for name, source in sources.items()
-    }
-
-
-def load_data(config: RunConfig, chat: BeamChat) -> Data:
-    """Make or read every problem set, leave out prompts over the limit, and hold the sets against each other.
-
-    Raises:
-        DataError: a set cannot be used, or an evaluation problem is also trained on and that is not allowed.
-    """
-    train = training_set(config, chat)
-    evaluation = evaluation_sets(config, config.data.evaluation, chat)
-    overlap = check_disjoint(train, *evaluation.values(), allow=config.data.allow_overlap)
-    return Data(train, evaluation, overlap)
-
-
-def training_set(config: RunConfig, chat: BeamChat) -> ProblemSet:
-    """The training problems, or those of all parts of a mixture, without those that cannot be used.
-
-    Raises:
-        DataError: the set, or a part of it, cannot be used.
-    """
-
-    def opened(name: str, source: Source) -> ProblemSet:
-        loaded = load(name, source, config.seed, "train")
-        return usable(loaded, chat, config.rollout.max_prompt_tokens, config.reward.grader)
-
-    source = config.data.train
-    if not isinstance(source, MixtureSource):
-        return opened("train", source)
-    return mixture("train", [(opened(name, part.data), part.weight) for name, part in source.parts.items()])
-
-
-def write_data_report(run: Path, data: Data) -> None:
-    """``data.json``: the size of each problem set, and everything that was left out of it, with the reason.
-
-    Also the sizes of a mixture's parts, and how many problems of an evaluation set are trained on too.
-    """
-    record = {
-        problems.name: {
-            "problems": len(problems),
-            "excluded": [{"where": e.where, "reason": e.reason} for e in problems.excluded],
-        }
-        | ({"parts": {part.name: part.problems for part in problems.parts}} if problems.parts else {})
-        | ({"also_trained_on": data.overlap[problems.name]} if problems.name in data.overlap else {})
-        for problems in (data.train, *data.evaluation.values())
-    }
-    write_atomic(run / "data.json", [json.dumps(record, indent=2).encode() + b"\n"])
 
 
 @dataclass(slots=True)
@@ -212,19 +138,11 @@ def open_run(config: RunConfig) -> Iterator[Run]:
         else:
             go_back(config.output, opened)
         write_atomic(config.output / "config.yaml", [to_yaml(config).encode()])
-        write_data_report(config.output, data)
+        write_data_report(config.output, data.sets, data.overlap)
         step = 0 if opened is None else opened.step
         state = None if opened is None else run_state(opened)
         with open_pool(config.reward) as pool, RunConsole(config.steps, step) as console:
-            console.print(f"run {config.name} in {config.output}" + (f", resumed at step {step}" if opened else ""))
-            for kind, problems in (("training", data.train), *(("evaluation", s) for s in data.evaluation.values())):
-                left_out = len(problems.excluded)
-                console.print(f"{kind} data {problems.name}: {len(problems)} problems, {left_out} left out")
-            for name, count in data.overlap.items():
-                if count:
-                    console.print(f"evaluation data {name}: {count} problems are also trained on (data.allow_overlap)")
-            if step >= config.steps:
-                console.print(f"nothing is left to do: {step} of {config.steps} steps are done")
+            _announce(console, config, data, None if opened is None else step)
             run = Run(
                 config=config,
                 engines=engines,
@@ -242,6 +160,18 @@ def open_run(config: RunConfig) -> Iterator[Run]:
                 skipped_updates=0 if state is None else state.skipped_updates,
             )
             yield run
+
+
+def _announce(console: RunConsole, config: RunConfig, data: Data, resumed_at: int | None) -> None:
+    resumed = "" if resumed_at is None else f", resumed at step {resumed_at}"
+    console.print(f"run {config.name} in {config.output}{resumed}")
+    for kind, problems in (("training", data.train), *(("evaluation", each) for each in data.evaluation.values())):
+        console.print(f"{kind} data {problems.name}: {len(problems)} problems, {len(problems.excluded)} left out")
+    for name, count in data.overlap.items():
+        if count:
+            console.print(f"evaluation data {name}: {count} problems are also trained on (data.allow_overlap)")
+    if resumed_at is not None and resumed_at >= config.steps:
+        console.print(f"nothing is left to do: {resumed_at} of {config.steps} steps are done")
 
 
 def _speeds(metrics: Mapping[str, float], spent: Mapping[str, float]) -> dict[str, float]:

@@ -1,28 +1,26 @@
 """An evaluation as tables for the terminal."""
 
-import re
 from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from beamline.algorithms.evaluation import evaluation_statistics, problem_result
+from beamline.algorithms.evaluation import ProblemResult, SetResult
 from beamline.data.wording import bare
-from beamline.records import Group
 
 _NUMBER = 7  # characters of one: `100.0 %`
 
 
-def evaluation_table(measured: Mapping[str, Sequence[Group]], k: int) -> Table:
+def evaluation_table(measured: Mapping[str, SetResult], k: int) -> Table:
     """One row a set (and how many problems it has): avg@k with its interval first, shares in percent."""
-    table = _table("set", f"avg@{k}", "95 %", f"pass@{k}", f"maj@{k}", "cut", "tokens", "ungraded")
-    for name, groups in measured.items():
-        figures = evaluation_statistics(groups, k)
+    table = _table(("set",), (f"avg@{k}", "95 %", f"pass@{k}", f"maj@{k}", "cut", "tokens", "ungraded"))
+    for name, of in measured.items():
+        figures = of.metrics
         low, high = (figures.get(f"avg@{k}_{end}") for end in ("low", "high"))
         average, passed, majority = (_percent(figures.get(f"{measure}@{k}")) for measure in ("avg", "pass", "maj"))
         table.add_row(
-            f"{escape(name)} ({len(groups):,})",
+            f"{escape(name)} ({len(of.problems):,})",
             average,
             "" if low is None or high is None else f"{100 * low:.1f}-{100 * high:.1f}",
             passed,
@@ -34,11 +32,10 @@ def evaluation_table(measured: Mapping[str, Sequence[Group]], k: int) -> Table:
     return table
 
 
-def problem_table(name: str, groups: Sequence[Group]) -> Table:
+def problem_table(name: str, problems: Sequence[ProblemResult]) -> Table:
     """One row a problem of a set: how many of its graded responses are right, and the answer given most often."""
-    table = _table(name, "right", "cut", "tokens", "answer", "most often", "question")
-    for group in groups:
-        result = problem_result(group)
+    table = _table((name,), ("right", "cut", "tokens"), ("answer", "most often", "question"))
+    for result in problems:
         table.add_row(
             escape(result.problem),
             f"{result.right}/{result.graded}",
@@ -46,20 +43,20 @@ def problem_table(name: str, groups: Sequence[Group]) -> Table:
             f"{result.tokens_mean:,.1f}",
             escape(result.answer),
             escape(result.majority_answer or ""),
-            escape(" ".join(bare(group.problem.text).split())),
+            escape(" ".join(bare(result.question).split())),
         )
     return table
 
 
-def _table(*columns: str) -> Table:
-    """An empty table that cuts its texts rather than its numbers where the terminal is narrow."""
+def _table(before: Sequence[str], numbers: Sequence[str], after: Sequence[str] = ()) -> Table:
+    """An empty table of texts, numbers and texts, that cuts texts and not numbers where the terminal is narrow."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    numbers = re.compile(r"right|cut|tokens|ungraded|95 %|(?:avg|pass|maj)@\d+")
-    for column in columns:
-        if numbers.fullmatch(column):
-            table.add_column(column, justify="right", no_wrap=True, min_width=_NUMBER)
-        else:
-            table.add_column(escape(column), no_wrap=True, overflow="ellipsis", max_width=40)
+    for column in before:
+        table.add_column(escape(column), no_wrap=True, overflow="ellipsis", max_width=40)
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True, min_width=_NUMBER)
+    for column in after:
+        table.add_column(escape(column), no_wrap=True, overflow="ellipsis", max_width=40)
     return table
 
 

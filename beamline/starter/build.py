@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from transformers import BeamConfig
 
 from beamline.chat import BeamChat
+from beamline.errors import BeamlineError
 from beamline.model.beam import BeamShape
 from beamline.policy import attention, head, model
 from beamline.policy.positions import rope_theta
 from beamline.policy.weights import module_layout, named_tensors
-from beamline.records import Key, Request, SamplingParams
+from beamline.records import SamplingParams
+from beamline.rollout.collect import Job, sample
 from beamline.rollout.local import LocalSampler
 from beamline.runtime.determinism import cpu_family, make_deterministic
 from beamline.starter.lessons import COURSES, Lesson
@@ -35,6 +37,11 @@ from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
 
 _RESPONSE_LIMIT = 96
+_SAMPLING_SECONDS = 600.0  # the longest wait for the next response of a check
+
+
+class WarmStartError(BeamlineError, RuntimeError):
+    """The warm start ended before the model was good enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +97,7 @@ def build_starter(name: str, folder: Path, warmup: Warmup | None = None) -> dict
     Bit-identical on one CPU family with one set of versions.
 
     Raises:
-        RuntimeError: the warm start did not reach the accuracy at which it stops.
+        WarmStartError: the warm start did not reach the accuracy at which it stops.
     """
     course, warmup = COURSES[name], warmup or WARMUPS[name]
     make_deterministic(warmup.threads)
@@ -148,7 +155,7 @@ def _train(
                 )
                 if accuracy >= warmup.stop_accuracy:
                     return step, accuracy, formed
-    raise RuntimeError(f"the warm start did not reach {warmup.stop_accuracy:.0%} in {warmup.most_steps} steps")
+    raise WarmStartError(f"the warm start did not reach {warmup.stop_accuracy:.0%} in {warmup.most_steps} steps")
 
 
 def _example(chat: BeamChat, lesson: Lesson) -> tuple[list[int], int]:
@@ -203,8 +210,7 @@ class _BalancedExperts:
 
 def sampled_accuracy(module: nn.Module, chat: BeamChat, lessons: Sequence[Lesson], seed: int) -> tuple[float, float]:
     """Share of right answers, and of well-formed responses, of one sample a problem at temperature 1."""
-    prompts = {lesson.problem.id: chat.prompt_ids(lesson.problem.messages) for lesson in lessons}
-    longest = max(map(len, prompts.values()))
+    longest = max(len(chat.prompt_ids(lesson.problem.messages)) for lesson in lessons)
     config = cast(Any, module).config
     channel = LocalChannel()
     theta = rope_theta(config)
@@ -214,13 +220,8 @@ def sampled_accuracy(module: nn.Module, chat: BeamChat, lessons: Sequence[Lesson
     channel.send(weights, named_tensors(module))
     sampler.receive(weights, 0, "keep")
     params = SamplingParams(_RESPONSE_LIMIT, stop_ids=chat.stop_ids)
-    sampler.submit([Request(Key("eval", 0, name, 0), prompt, params) for name, prompt in prompts.items()])
-    answers = {lesson.problem.id: lesson.final for lesson in lessons}
-    right = formed = done = 0
-    while done < len(lessons):
-        for completion in sampler.poll(60.0):
-            channels = chat.channels(completion.token_ids)
-            right += channels.final == answers[completion.key.problem]
-            formed += channels.well_formed
-            done += 1
-    return right / done, formed / done
+    job = Job("eval", 0, [lesson.problem for lesson in lessons], 1, params)
+    groups = sample(sampler, job, chat, _SAMPLING_SECONDS)
+    said = [chat.channels(rollout.token_ids[rollout.policy_mask]) for group in groups for rollout in group.rollouts]
+    right = [channels.final == lesson.final for channels, lesson in zip(said, lessons, strict=True)]
+    return sum(right) / len(lessons), sum(channels.well_formed for channels in said) / len(lessons)

@@ -19,9 +19,9 @@ ORDER = (
     ("errors",),
     ("config", "records", "model", "kernels"),
     ("chat", "algorithms", "checkpoint"),
-    ("tasks", "starter", "report"),  # graders read channels; the starter's tokenizer has the chat's control tokens
+    ("tasks", "starter"),  # graders read channels; the starter's tokenizer has the chat's control tokens
     ("data",),  # problems are generated and checked by tasks
-    ("policy", "transfer", "starter.lessons"),
+    ("policy", "transfer", "report", "starter.lessons"),  # the report strips known instructions off questions
     ("rollout", "learner"),
     ("runtime",),
     ("evaluate", "starter.build"),

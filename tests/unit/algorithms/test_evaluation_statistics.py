@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beamline.algorithms import evaluation
-from beamline.algorithms.evaluation import ProblemResult, evaluation_statistics, interval95, problem_result
+from beamline.algorithms.evaluation import ProblemResult, interval95, problem_result, set_result
 from beamline.records import Finish, Grade, Group
 from tests.samples import make_grade, make_group, make_problem, make_rollout
 
@@ -25,7 +25,7 @@ def group_of(*samples: tuple[int, Finish, Grade | None]) -> Group:
 
 def test_an_evaluation_weighs_problems_equally() -> None:
     groups = [make_group(RIGHT, RIGHT), make_group(WRONG, TIMEOUT), make_group(RIGHT, WRONG)]
-    metrics = evaluation_statistics(groups, k=2)
+    metrics = set_result(groups, k=2).metrics
     assert metrics["avg@2"] == pytest.approx((1 + 0 + 0.5) / 3)
     assert metrics["pass@2"] == pytest.approx(2 / 3)
     assert metrics["ungraded"] == 1
@@ -33,18 +33,18 @@ def test_an_evaluation_weighs_problems_equally() -> None:
 
 
 def test_a_problem_without_any_grade_is_left_out_and_counted() -> None:
-    with_it = evaluation_statistics([make_group(RIGHT, WRONG), make_group(WRONG, WRONG), make_group(ERROR, None)], k=2)
-    without = evaluation_statistics([make_group(RIGHT, WRONG), make_group(WRONG, WRONG)], k=2)
+    with_it = set_result([make_group(RIGHT, WRONG), make_group(WRONG, WRONG), make_group(ERROR, None)], k=2).metrics
+    without = set_result([make_group(RIGHT, WRONG), make_group(WRONG, WRONG)], k=2).metrics
     assert with_it == without | {"ungraded": 2}
 
 
 def test_lengths_and_cuts_of_an_evaluation_count_every_response() -> None:
-    metrics = evaluation_statistics([group_of((4, "stop", RIGHT), (8, "length", None))], k=2)
+    metrics = set_result([group_of((4, "stop", RIGHT), (8, "length", None))], k=2).metrics
     assert (metrics["response_tokens_mean"], metrics["truncated_share"]) == (6.0, 0.5)
 
 
 def test_one_problem_has_no_interval() -> None:
-    assert set(evaluation_statistics([make_group(RIGHT, WRONG)], k=2)) == {
+    assert set(set_result([make_group(RIGHT, WRONG)], k=2).metrics) == {
         "avg@2",
         "pass@2",
         "maj@2",
@@ -55,7 +55,7 @@ def test_one_problem_has_no_interval() -> None:
 
 
 def test_an_evaluation_without_any_grade_has_no_accuracy() -> None:
-    metrics = evaluation_statistics([make_group(TIMEOUT, None), make_group(ERROR)], k=8)
+    metrics = set_result([make_group(TIMEOUT, None), make_group(ERROR)], k=8).metrics
     assert metrics == {"response_tokens_mean": 4.0, "truncated_share": 0.0, "ungraded": 3}
 
 
@@ -115,16 +115,16 @@ def test_a_response_that_was_not_graded_has_no_vote() -> None:
 
 def test_maj_is_the_mean_majority_of_the_problems() -> None:
     groups = [voters(("1", True), ("2", False)), voters(("1", True), ("1", True)), voters(("2", False), ("2", False))]
-    assert evaluation_statistics(groups, k=2)["maj@2"] == pytest.approx((0.5 + 1 + 0) / 3)
+    assert set_result(groups, k=2).metrics["maj@2"] == pytest.approx((0.5 + 1 + 0) / 3)
 
 
 def test_a_problem_is_counted_as_it_came_out() -> None:
     group = group_of((4, "stop", replace(RIGHT, parsed="3")), (8, "length", WRONG), (6, "stop", TIMEOUT))
     assert problem_result(group) == ProblemResult(
-        group.problem.id, "3", graded=2, ungraded=1, right=1, truncated=1, tokens_mean=6.0, majority_answer="3",
+        group.problem.id, "1+2", "3", graded=2, ungraded=1, right=1, truncated=1, tokens_mean=6.0, majority_answer="3",
         majority=1.0,
     )  # fmt: skip
 
 
 def test_correctness_of_an_ungraded_response_is_not_looked_at() -> None:
-    assert evaluation_statistics([make_group(replace(RIGHT, status="timeout"), WRONG)], k=2)["pass@2"] == 0.0
+    assert set_result([make_group(replace(RIGHT, status="timeout"), WRONG)], k=2).metrics["pass@2"] == 0.0

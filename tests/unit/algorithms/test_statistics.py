@@ -20,7 +20,7 @@ def group_of(*samples: tuple[int, Finish, Grade | None]) -> Group:
 
 def test_rewards_of_a_group_and_which_of_them_count() -> None:
     rewards, graded = rewards_of(make_group(RIGHT, TIMEOUT, None, ERROR, WRONG))
-    assert rewards.tolist() == [1.0, 5.0, 0.0, 5.0, -1.0]
+    assert rewards.tolist() == [1.0, 0.0, 0.0, 0.0, -1.0]  # what was not graded has none
     assert graded.tolist() == [True, False, False, False, True]
 
 

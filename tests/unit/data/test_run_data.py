@@ -10,8 +10,8 @@ from beamline.chat import BeamChat
 from beamline.config import RunConfig
 from beamline.data import DataError
 from beamline.data.wording import dapo
+from beamline.runtime.data import Data, load_data, write_data_report
 from beamline.runtime.preview import preview
-from beamline.runtime.session import Data, load_data, write_data_report
 
 MIXTURE = {
     "source": "mixture",
@@ -35,7 +35,7 @@ def run_config(path: Path, tokens: int = 64, **data: Any) -> RunConfig:
 
 
 def report(folder: Path, data: Data) -> dict[str, Any]:
-    write_data_report(folder, data)
+    write_data_report(folder, data.sets, data.overlap)
     read: dict[str, Any] = json.loads((folder / "data.json").read_text())
     return read
 

@@ -13,12 +13,12 @@ def test_results_are_those_of_the_first_and_the_last_evaluation(tmp_path: Path) 
         write_fake_problems(tmp_path, step, right, problems=1)
     (results,) = read_results(tmp_path)
     assert (results.name, results.first_step, results.last_step) == ("arithmetic", 0, 10)
-    assert [(before and before["right"], row["right"]) for before, row in results.rows] == [(1, 6)]
+    assert [(before and before.right, row.right) for before, row in results.rows] == [(1, 6)]
 
 
 def test_the_hardest_problems_come_first(tmp_path: Path) -> None:
     write_fake_problems(tmp_path, 0, right=8, problems=6)
-    assert [row["right"] for _, row in read_results(tmp_path)[0].rows] == [6, 6, 7, 7, 8, 8]
+    assert [row.right for _, row in read_results(tmp_path)[0].rows] == [6, 6, 7, 7, 8, 8]
 
 
 def test_a_problem_that_is_new_has_no_result_before(tmp_path: Path) -> None:
