@@ -1,4 +1,4 @@
-"""The quickstart, measured: three seeds and a control that learns nothing.
+"""The quickstarts, measured: sums with three seeds, problems in English with one, and controls that learn nothing.
 
     python -m benchmarks.quickstart
 
@@ -18,13 +18,14 @@ from rich.table import Table
 from beamline.report import read_metrics
 from benchmarks.harness import parser, write
 
-_RUNS = {
+_CONTROL = ["seed=0", "learner.optimizer.lr=0"]
+_SUMS = {
     "seed 0": ["seed=0"],
     "seed 1": ["seed=1"],
     "seed 2": ["seed=2"],
-    "control, learning rate 0": ["seed=0", "learner.optimizer.lr=0"],
+    "control, learning rate 0": _CONTROL,
 }
-_AVG = "eval/arithmetic/avg@8"
+_MATH = {"math, seed 0": ["seed=0"], "math, control, learning rate 0": _CONTROL}
 
 
 def main() -> None:
@@ -32,25 +33,27 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--out", type=Path, default=Path("build/bench"), help="where the runs go")
     arguments = options.parse_args()
-    runs = {name: _measure(name, overrides, arguments.out) for name, overrides in _RUNS.items()}
-    write("quickstart", {"runs": runs, "mean": _mean(runs)}, _table(runs), arguments.results)
+    sums = {name: _measure(name, "quickstart", "arithmetic", of, arguments.out) for name, of in _SUMS.items()}
+    math = {name: _measure(name, "quickstart-math", "competition", of, arguments.out) for name, of in _MATH.items()}
+    write("quickstart", {"runs": sums, "mean": _mean(sums), "math": math}, _table(sums | math), arguments.results)
 
 
-def _measure(name: str, overrides: list[str], out: Path) -> dict[str, Any]:
+def _measure(name: str, recipe: str, evaluation: str, overrides: list[str], out: Path) -> dict[str, Any]:
     folder = out / name.replace(" ", "_").replace(",", "")
     shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, "-m", "beamline.cli", "train", "recipes/quickstart.yaml", *overrides, f"output={folder}"]
+    command = [sys.executable, "-m", "beamline.cli", "train", f"recipes/{recipe}.yaml", *overrides, f"output={folder}"]
     start = time.perf_counter()
     subprocess.run(command, check=True)
     seconds = time.perf_counter() - start
     lines = read_metrics(folder / "metrics.jsonl")
-    evaluated = [line for line in lines if _AVG in line]
+    average = f"eval/{evaluation}/avg@8"
+    evaluated = [line for line in lines if average in line]
     return {
         "overrides": overrides,
         "seconds": round(seconds, 1),
-        "before": _accuracy(evaluated[0]),
-        "after": _accuracy(evaluated[-1]),
-        "gain_points": round(100 * (evaluated[-1][_AVG] - evaluated[0][_AVG]), 1),
+        "before": _accuracy(evaluated[0], average),
+        "after": _accuracy(evaluated[-1], average),
+        "gain_points": round(100 * (evaluated[-1][average] - evaluated[0][average]), 1),
         "response_tokens_mean": round(_average(lines, "train/response_tokens_mean"), 1),
         "sampling_tokens_per_s": round(_average(lines, "timing/sampling_tokens_per_s")),
         "training_tokens_per_s": round(_average(lines, "timing/training_tokens_per_s")),
@@ -71,8 +74,8 @@ def _measure(name: str, overrides: list[str], out: Path) -> dict[str, Any]:
     }
 
 
-def _accuracy(line: dict[str, float]) -> dict[str, float]:
-    return {"avg@8": line[_AVG], "low": line[f"{_AVG}_low"], "high": line[f"{_AVG}_high"]}
+def _accuracy(line: dict[str, float], average: str) -> dict[str, float]:
+    return {"avg@8": line[average], "low": line[f"{average}_low"], "high": line[f"{average}_high"]}
 
 
 def _average(lines: list[dict[str, float]], key: str) -> float:

@@ -263,7 +263,7 @@ class EvaluationConfig(Section):
     before_training: bool = True
     """Also evaluate the model as it was given."""
     samples_per_problem: Annotated[int, Field(ge=1, le=100_000)] = 8
-    """k of avg@k and pass@k."""
+    """k of avg@k, pass@k and maj@k."""
     temperature: Annotated[float, Field(ge=0, le=1e3)] = 1.0
     """Sampling temperature; 0 = most likely token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
