@@ -6,8 +6,8 @@ from typing import Any
 from beamline.data.cleaning import Cleaned, clean
 from beamline.data.files import Row, frame_rows, rows_of
 from beamline.data.wording import dapo
-from beamline.tasks.arithmetic import Pool
 from beamline.tasks.competition import Exercise, exercises
+from beamline.tasks.partition import Pool
 
 _REPEATS = 2  # DAPO-Math-17K has each row a hundred times
 _CONTRADICTED = 50  # one problem in so many has a second row with another answer

@@ -16,9 +16,10 @@ from beamline.data.schemas import Item, read_row, shown
 from beamline.records import Problem
 from beamline.tasks import arithmetic
 from beamline.tasks.graders import GraderName, unusable_answer
+from beamline.tasks.partition import Pool
 
 
-def load(name: str, source: Source, seed: int, pool: arithmetic.Pool) -> ProblemSet:
+def load(name: str, source: Source, seed: int, pool: Pool) -> ProblemSet:
     """Make or read a problem set.
 
     Raises:
@@ -35,7 +36,7 @@ def load(name: str, source: Source, seed: int, pool: arithmetic.Pool) -> Problem
         raise DataError(f"data set {name!r}: {error}") from error
 
 
-def _competition(name: str, seed: int, pool: arithmetic.Pool, problems: int) -> ProblemSet:
+def _competition(name: str, seed: int, pool: Pool, problems: int) -> ProblemSet:
     rows, cleaned = prepared_rows(seed, pool, problems)
     contradicted = tuple(
         Excluded(conflict.prompt, f"it has the answers {' and '.join(conflict.answers)}")

@@ -1,29 +1,15 @@
-"""Sums of several numbers at graded difficulty, with worked steps for the warm start.
+"""Sums of several numbers at graded difficulty, with worked steps for the warm start."""
 
-Problems fall into three disjoint pools by a hash of their terms, so training can never see an evaluation problem, and
-the warm start has seen neither: disjoint by construction, whatever the seeds.
-"""
-
-import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Literal
 
 import numpy as np
 
 from beamline.records import Message, Problem
 from beamline.records.random import stream
-
-Pool = Literal["train", "eval", "warmup"]
+from beamline.tasks.partition import Pool, take_distinct
 
 _LEVELS = {1: (2, 1), 2: (2, 2), 3: (3, 2), 4: (4, 2), 5: (3, 3)}  # level: (terms, digits of a term)
-POOLS: tuple[Pool, ...] = ("eval", "train", "train", "train", "train", "warmup", "warmup", "warmup")
-_PATIENCE = 20_000  # candidates in a row that are nothing new: the levels are exhausted, or as good as
-
-
-def pool_of(terms: Sequence[int]) -> Pool:
-    """The pool of a sum, whatever the order of its terms: one eighth evaluation, half training, the rest warm start."""
-    return POOLS[hashlib.sha256(text_of(sorted(terms)).encode()).digest()[0] % len(POOLS)]
 
 
 def text_of(terms: Sequence[int]) -> str:
@@ -40,23 +26,19 @@ def generate(seed: int, pool: Pool, problems: int, levels: Sequence[int]) -> lis
     unknown = [level for level in levels if level not in _LEVELS]
     if unknown:
         raise ValueError(f"arithmetic: level {unknown[0]} does not exist; levels are {', '.join(map(str, _LEVELS))}")
-    made: dict[str, Problem] = {}
-    in_vain = 0
-    for level, terms in _candidates(seed, pool, levels):
-        text = text_of(terms)
-        if text in made or pool_of(terms) != pool:
-            in_vain += 1
-            if in_vain == _PATIENCE:
-                break
-            continue
-        in_vain = 0
-        made[text] = _problem(text, terms, level)
-        if len(made) == problems:
-            return list(made.values())
-    raise ValueError(
-        f"arithmetic: levels {list(levels)} have fewer than {problems} {pool} problems (found {len(made)}); "
-        "ask for fewer, or add a higher level"
-    )
+    candidates = ((candidate, asked(candidate[1])) for candidate in _candidates(seed, pool, levels))
+    made = take_distinct(candidates, pool, problems, key=lambda candidate: text_of(candidate[1]))
+    if len(made) < problems:
+        raise ValueError(
+            f"arithmetic: levels {list(levels)} have fewer than {problems} {pool} problems (found {len(made)}); "
+            "ask for fewer, or add a higher level"
+        )
+    return [_problem(terms, level) for level, terms in made]
+
+
+def asked(terms: Sequence[int]) -> str:
+    """What a sum asks: the same text for any order of its terms."""
+    return text_of(sorted(terms))
 
 
 def _candidates(seed: int, pool: Pool, levels: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
@@ -68,7 +50,8 @@ def _candidates(seed: int, pool: Pool, levels: Sequence[int]) -> Iterator[tuple[
         yield level, [int(n) for n in rng.integers(low, 10**digits, size=terms)]
 
 
-def _problem(text: str, terms: Sequence[int], level: int) -> Problem:
+def _problem(terms: Sequence[int], level: int) -> Problem:
+    text = text_of(terms)
     return Problem(
         id=f"arithmetic:{text}",
         messages=(Message("user", text),),

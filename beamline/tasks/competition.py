@@ -1,10 +1,8 @@
 """Problems worded like those of competitions, at the size that a model of a million parameters can learn.
 
-Each family asks for an integer below 1,000 and has worked steps in columns of digits for the warm start. As with sums,
-a hash of what is asked puts every problem into one of three disjoint pools, whatever the seeds.
+Each family asks for an integer below 1,000 and has worked steps in columns of digits for the warm start.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -12,9 +10,8 @@ from itertools import count
 import numpy as np
 
 from beamline.records.random import stream
-from beamline.tasks.arithmetic import POOLS, Pool, addition
-
-_PATIENCE = 20_000  # candidates in a row that are nothing new: the families are exhausted, or as good as
+from beamline.tasks.arithmetic import addition
+from beamline.tasks.partition import Pool, take_distinct
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +74,11 @@ def exercises(seed: int, pool: Pool, problems: int) -> list[Exercise]:
     Raises:
         ValueError: the pool has fewer exercises.
     """
-    made: dict[str, Exercise] = {}
-    in_vain = 0
-    for exercise in _candidates(seed, pool):
-        if exercise.question in made or _pool_of(exercise) != pool:
-            in_vain += 1
-            if in_vain == _PATIENCE:
-                raise ValueError(f"competition: there are fewer than {problems} {pool} problems (found {len(made)})")
-            continue
-        in_vain = 0
-        made[exercise.question] = exercise
-        if len(made) == problems:
-            break
-    return list(made.values())
+    candidates = ((exercise, _asked(exercise)) for exercise in _candidates(seed, pool))
+    made = take_distinct(candidates, pool, problems, key=lambda exercise: exercise.question)
+    if len(made) < problems:
+        raise ValueError(f"competition: there are fewer than {problems} {pool} problems (found {len(made)})")
+    return made
 
 
 def _candidates(seed: int, pool: Pool) -> Iterator[Exercise]:
@@ -98,10 +87,9 @@ def _candidates(seed: int, pool: Pool) -> Iterator[Exercise]:
         yield _FAMILIES[index % len(_FAMILIES)](*(int(n) for n in rng.integers(10, 100, size=3)))
 
 
-def _pool_of(exercise: Exercise) -> Pool:
-    """The pool of an exercise: what is asked decides, the same numbers in another order belong to the same one."""
-    asked = exercise.family + " ".join(sorted(_numbers(exercise.question)))
-    return POOLS[hashlib.sha256(asked.encode()).digest()[0] % len(POOLS)]
+def _asked(exercise: Exercise) -> str:
+    """The same for the same numbers in another order."""
+    return exercise.family + " ".join(sorted(_numbers(exercise.question)))
 
 
 def _numbers(text: str) -> Sequence[str]:

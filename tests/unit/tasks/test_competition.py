@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beamline.tasks.arithmetic import Pool, addition
+from beamline.tasks.arithmetic import addition
 from beamline.tasks.competition import Exercise, exercises, subtraction
+from beamline.tasks.partition import Pool
 
 POOLS: tuple[Pool, ...] = ("train", "eval", "warmup")
 
