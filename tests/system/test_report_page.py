@@ -12,7 +12,7 @@ from tests.fake_run import fake_row, write_fake_run
 
 TIMEOUT = 120
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-LINES = {"reward": 1, "response-length": 3, "mismatch": 2, "entropy": 1, "clip-share": 2, "grad-norm": 1, "accuracy": 5}
+LINES = {"reward": 1, "response-length": 3, "mismatch": 2, "entropy": 1, "clip-share": 2, "grad-norm": 1, "accuracy": 7}
 BANDS = {"reward": 1, "accuracy": 2}
 SWITCHES = (
     "--headless",
