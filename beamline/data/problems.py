@@ -1,6 +1,6 @@
 """Problem sets: generated, or read from rows, with every exclusion counted and explained."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 
@@ -47,7 +47,9 @@ def _competition(name: str, seed: int, pool: Pool, problems: int) -> ProblemSet:
 
 
 def from_rows(name: str, rows: Iterable[Row], stem: str, origin: str) -> ProblemSet:
-    """The problems of rows in any schema that is known; of rows that ask the same the first stays.
+    """The problems of rows in any schema that is known.
+
+    Of rows that ask the same the first stays, and none where their answers differ.
 
     A problem's id is its ``id``; else its ``extra_info.index``, where every row without an id has another one; else
     ``<stem>:<number of the row>``. ``origin`` is what messages call the whole.
@@ -62,13 +64,25 @@ def from_rows(name: str, rows: Iterable[Row], stem: str, origin: str) -> Problem
             read.append((row, read_row(row)))
         except UnusableError as reason:
             excluded.append((row, str(reason)))
+    problems = [
+        Problem(identity, item.messages, item.answer.strip(), name, item.extra)
+        for (_, item), identity in zip(read, _identities(read, stem), strict=True)
+    ]
+    texts = [comparable(problem) for problem in problems]
+    answers: dict[str, dict[str, str]] = {}  # to each question, with the first problem that gives it
+    for problem, text in zip(problems, texts, strict=True):
+        answers.setdefault(text, {}).setdefault(problem.answer, problem.id)
     by_id: dict[str, Problem] = {}
     by_text: dict[str, Problem] = {}
-    for (row, item), identity in zip(read, _identities(read, stem), strict=True):
-        problem = Problem(identity, item.messages, item.answer.strip(), name, item.extra)
-        known = _known(problem, by_id, by_text)
-        if known is not None:
-            excluded.append((row, known))
+    for (row, _), problem, text in zip(read, problems, texts, strict=True):
+        if len(answers[text]) > 1:
+            excluded.append((row, _contradiction(answers[text])))
+        elif problem.id in by_id:
+            excluded.append((row, f"id {problem.id!r} was used before"))
+        elif text in by_text:
+            excluded.append((row, f"the same question as {by_text[text].id!r}"))
+        else:
+            by_id[problem.id] = by_text[text] = problem
     if not by_id:
         detail = f"; {excluded[0][0].where}: {excluded[0][1]}" if excluded else " (the file is empty)"
         raise DataError(f"{origin} has no usable row{detail}")
@@ -92,16 +106,9 @@ def _index(item: Item) -> str | None:
     return str(index) if isinstance(index, str | int) and not isinstance(index, bool) else None
 
 
-def _known(problem: Problem, by_id: dict[str, Problem], by_text: dict[str, Problem]) -> str | None:
-    """Take a problem in, or say why it is one of those that are there."""
-    if problem.id in by_id:
-        return f"id {problem.id!r} was used before"
-    same = by_text.setdefault(comparable(problem), problem)
-    if same is not problem:
-        other = "" if same.answer == problem.answer else f", with another answer ({shown(problem.answer)})"
-        return f"the same question as {same.id!r}{other}"
-    by_id[problem.id] = problem
-    return None
+def _contradiction(answers: Mapping[str, str]) -> str:
+    """Nobody can say which of several answers to one question is right."""
+    return "the question has " + " and ".join(f"the answer {shown(a)} in {of!r}" for a, of in answers.items())
 
 
 def usable(problems: ProblemSet, chat: BeamChat, limit: int, grader: GraderName) -> ProblemSet:

@@ -119,9 +119,12 @@ def test_rows_are_listed_in_the_order_of_the_file_whatever_is_wrong_with_them(tm
     assert [e.where for e in problems.excluded] == [f"line {n}" for n in (2, 3, 4, 5)]
 
 
-def test_a_question_asked_before_with_another_answer_says_so(tmp_path: Path) -> None:
-    problems = read(write(tmp_path, GOOD | {"id": "a"}, GOOD | {"answer": "3"}))
-    assert problems.excluded == (Excluded("line 2", "the same question as 'a', with another answer ('3')"),)
+def test_a_question_with_several_answers_is_left_out_in_all_its_rows(tmp_path: Path) -> None:
+    other = {"question": "2+2", "answer": "4"}
+    problems = read(write(tmp_path, GOOD | {"id": "a"}, other, GOOD | {"answer": "3"}, GOOD | {"id": "b"}))
+    assert [problem.text for problem in problems.problems] == ["2+2"]
+    reason = "the question has the answer '2' in 'a' and the answer '3' in 'sums:3'"
+    assert problems.excluded == tuple(Excluded(f"line {n}", reason) for n in (1, 3, 4))
 
 
 def test_a_question_left_out_for_its_id_does_not_bar_the_same_question_later(tmp_path: Path) -> None:
