@@ -67,7 +67,7 @@ def train(
     if dry_run:
         from beamline.runtime.preview import preview
 
-        Console(soft_wrap=True).print(preview(config), highlight=False, markup=False)
+        Console(soft_wrap=True, emoji=False).print(preview(config), highlight=False, markup=False)
         return
     from beamline.train import train as run
 
@@ -141,7 +141,7 @@ def report(
 
     if not (run / "metrics.jsonl").is_file():
         raise FileNotFoundError(f"{run} is not the folder of a run: it has no metrics.jsonl")
-    Console(soft_wrap=True).print(f"report: {write_report(run, samples)}", highlight=False, markup=False)
+    Console(soft_wrap=True, emoji=False).print(f"report: {write_report(run, samples)}", highlight=False, markup=False)
 
 
 @app.command()
@@ -162,7 +162,7 @@ def export(
     from beamline.runtime.export import export_model
 
     export_model(model, out)
-    Console(soft_wrap=True).print(f"exported to {out}", highlight=False, markup=False)
+    Console(soft_wrap=True, emoji=False).print(f"exported to {out}", highlight=False, markup=False)
 
 
 @starter_app.command("build")
@@ -178,7 +178,7 @@ def starter_build(
 
     folder = out or Path("build") / name
     made = build_starter(name, folder)
-    Console().print(
+    Console(emoji=False).print(
         f"{name} in {folder}: {made['parameters']:,} parameters, {made['sampled_accuracy']:.1%} right, "
         f"{made['well_formed']:.1%} well formed, sha256 {made['sha256']}, {made['seconds']} s",
         highlight=False,
@@ -216,7 +216,7 @@ def main() -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except (BeamlineError, OSError) as error:
-        console = Console(stderr=True, soft_wrap=True)
+        console = Console(stderr=True, soft_wrap=True, emoji=False)
         console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False)
         code = error.exit_code if isinstance(error, BeamlineError) else 1
         if code > _SIGNALS:

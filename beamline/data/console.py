@@ -19,7 +19,7 @@ def prepare_and_show(source: str, out: Path, file: Path | None, wording: Wording
         DataError: it cannot be had or used.
         OSError: the disk fails.
     """
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, emoji=False)
     raw = find(source, out, file, wording)
     progress = Progress(
         TextColumn("{task.description}"),

@@ -19,6 +19,7 @@ _FOREIGN = {
     b"\x1f\x8b": "compressed with gzip; unpack it first",
     b"\x28\xb5\x2f\xfd": "compressed with zstd; unpack it first",
 }
+_LONGEST_CELL = 2**27  # characters of a CSV cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,7 @@ def _json_array(path: Path) -> Iterator[Row]:
 def _csv(path: Path) -> Iterator[Row]:
     # Bytes that are not UTF-8 become lone surrogates, which bar the row that they stand in and no other.
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        csv.field_size_limit(_LONGEST_CELL)  # a setting of the process; its default is 128 KiB
         reader = csv.reader(file, strict=True)
         try:
             columns = next(reader, [])

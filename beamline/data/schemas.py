@@ -34,6 +34,7 @@ _NESTED = ("reward_model", "reward_spec")
 _ROLES = get_args(get_type_hints(Message)["role"])
 _FIELDS = tuple(field.name for field in fields(Message))
 _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell half a character, no tokenizer reads one
+_DEEPEST = 50
 _EXACT = 2**53  # doubles below it are the integers that they seem to be
 
 
@@ -59,6 +60,9 @@ def read_row(row: Row) -> Item:
     if not isinstance(value, dict):
         raise UnusableError(f"a {type(value).__name__}, not an object with a problem and its answer")
     question, answer = _columns(value)
+    for column, cell in value.items():
+        if not _is_shallow(cell):
+            raise UnusableError(f"{shown(column)} is nested more than {_DEEPEST} deep")
     messages = _messages(value[question], question)
     text, rest = _answer(value[answer], answer)
     extra = {_plain(key): _plain(cell) for key, cell in value.items() if key not in ("id", question, answer)}
@@ -161,6 +165,21 @@ def _unicode(text: str, name: str) -> str:
     if not text.isascii() and _SURROGATE.search(text):
         raise UnusableError(f"{name!r} is not valid Unicode: {shown(text)}")
     return text
+
+
+def _is_shallow(value: Any) -> bool:
+    """Whether a cell is nested no deeper than all who read it later can follow."""
+    level = [value]
+    for _ in range(_DEEPEST + 1):
+        level = [
+            below
+            for cell in level
+            if isinstance(cell, dict | list | tuple)
+            for below in (cell.values() if isinstance(cell, dict) else cell)
+        ]
+        if not level:
+            return True
+    return False
 
 
 def _plain(value: Any) -> Any:

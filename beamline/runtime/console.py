@@ -57,7 +57,7 @@ class RunConsole:
 
     def __init__(self, steps: int, done: int) -> None:
         self._steps = steps
-        self.console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else _WIDE)
+        self.console = Console(soft_wrap=True, emoji=False, width=None if sys.stdout.isatty() else _WIDE)
         self._progress = Progress(
             TextColumn("{task.description:<10}"),
             BarColumn(bar_width=30),

@@ -403,3 +403,10 @@ def test_the_report_of_a_damaged_run_is_an_error_that_names_the_file(
     ended = cli("report", finished)
     assert ended.code == 1
     assert f"DamagedFileError: {finished / name}" in ended.err
+
+
+def test_what_a_user_named_is_printed_as_it_is(tmp_path: Path, cli: Cli) -> None:
+    data = problem_file(tmp_path / "own.jsonl", {"question": "1+1", "answer": 2, "id": "a:b:[bold]1"})
+    settings = ("--set", "evaluation.samples_per_problem=1")
+    assert "a:b:[bold]1" in cli("eval", "starter", data, *settings).out
+    assert "no:b:[bold]where" in cli("eval", "no:b:[bold]where").err

@@ -60,8 +60,9 @@ _BOX_UNIT = re.compile(
     r"(?:\s|\\[,; ])*(?:\\?%|\^\s*\{?\s*\\circ\s*\}?|°|\\(?:text|mathrm|mbox)\s*\{[^{}]{1,30}\}(?:\^\{?[23]\}?)?)"
 )
 _BOX_GOES_ON = re.compile(
-    r"\s*(?:[-+/^_!>0-9](?!\s+[A-Za-z]{2,})|<(?![|/])|\*(?=[^*\s])|\\(?!\)|\]|,|;|quad|qquad|\s|text|end|\n)|&)|[A-Za-z]"
+    r"\s*(?:[-+/^_!>0-9](?!\s+[A-Za-z]{2,})|\.[0-9]|<(?![|/])|\*(?=[^*\s])|\\(?!\)|\]|,|;|quad|qquad|\s|text|end|\n)|&)|[A-Za-z]"
 )
+_NUMBER_FIRST = re.compile(r"[-+.$\\(*{]*[0-9]")
 _CLOSERS = re.compile(r"(?:\\\)|\\\]|[\s$*}.])+")
 
 
@@ -119,16 +120,19 @@ def _read(text: str) -> Value | None:
 
 
 def _refuted(found: Committed, following: str) -> bool:
-    """Whether what follows takes an answer back, or begins with a line that is another value."""
+    """Whether what follows takes an answer back, begins with a line that is another value, or names one beside it."""
     if not following or following.isspace():
         return False
     following = following[:_FOLLOWING].strip()
     line = following.partition("\n")[0]
-    line = _LABEL.sub("", line, count=1)
-    other = _read(line) if len(line) <= 100 else None
-    if other is not None and not _is_words(other) and (found.value is None or not same(found.value, other)):
-        return True
-    return doubt.taken_back(following)
+    others = [_LABEL.sub("", line, count=1), *doubt.set_beside(following)]
+    return any(_is_another(found, text) for text in others) or doubt.taken_back(following)
+
+
+def _is_another(found: Committed, text: str) -> bool:
+    """Whether a text is a value other than the answer."""
+    other = _read(text) if len(text) <= 100 else None
+    return other is not None and not _is_words(other) and (found.value is None or not same(found.value, other))
 
 
 def _stated(text: str, mark: Mark) -> tuple[Committed | None, str]:
@@ -190,11 +194,20 @@ def _with_reason(statement: str) -> Committed | None:
         head = statement[: cut.start()]
         value = _read(head) if count < _MOST_CUTS and _balanced(head) else None
         if value is not None:
-            rest = statement[cut.start() :]
-            reason = cut["reason"] is not None
-            doubtful = doubt.doubted_behind(rest[:_FOLLOWING], reason) or doubt.taken_back(rest[:_FOLLOWING])
-            return None if doubtful else Committed(head, value)
+            found = Committed(head, value)
+            if cut["aside"] and _is_words(value):
+                break  # ``even, odd``: it may be another answer
+            return None if _doubted_by(found, statement[cut.start() : cut.start() + _FOLLOWING], cut) else found
     return Committed(statement, None)
+
+
+def _doubted_by(found: Committed, rest: str, cut: re.Match[str]) -> bool:
+    """Whether the rest of a statement, from ``cut`` on, casts doubt on the answer before it or gives another one."""
+    if doubt.doubted_behind(rest, cut["reason"] is not None) or doubt.taken_back(rest):
+        return True
+    sentence = _SENTENCES.split(rest[cut.end() - cut.start() :])[0] if rest[0] in ".;!" else ""
+    others = [*doubt.set_beside(rest), *([sentence] if _NUMBER_FIRST.match(sentence) else [])]
+    return any(_is_another(found, text) for text in others)
 
 
 def _balanced(head: str) -> bool:

@@ -36,6 +36,22 @@ _TAKEN_BACK = re.compile(
     r"\A[\W_]*(?:or|no|nope)\b|[.!\n]\s*(?:or|no,|nope)\b",
     re.IGNORECASE,
 )
+_NUMBER = r"[\s$\\(*{]*[-+.]?[0-9][0-9.,/]*[\s$\\)*}]*"
+_ALSO_RIGHT = re.compile(
+    rf"{_NUMBER}(?:is |are |would be )?(?:(?:also|equally) (?:an? )?(?:acceptable|possible|valid|correct|right|works?|"
+    r"fine|fits|answer|solution)|(?:works?|acceptable|possible|valid|correct|right|fine|fits) (?:too|as well))\b",
+    re.IGNORECASE,
+)
+_CASES = re.compile(
+    rf"[,;]\s*(?:(?:but|and|or|also) )*{_NUMBER}(?:using|given|by|because|since|as|for|when|if|with|under|otherwise)\b|"
+    rf"\band also{_NUMBER}|\A\W*which (?:may|might|can|could)\b",
+    re.IGNORECASE,
+)
+_BESIDE_IT = re.compile(
+    r"(?:\A|[.;!\n])[\W_]*(?:also|equally|equivalently|similarly|sorry|another|the other)\b(?:[ \t]+[a-z]+){0,4}?"
+    r"[ \t,:]+(?=[-+.$\\(*]*[0-9])([^\n;]{1,100}?)(?=[.!;]?(?:\s|\Z))",
+    re.IGNORECASE,
+)
 _BEFORE = re.compile(
     r"\b(?:i(?:'m| am)? (?:not|un)\s?(?:entirely |quite |really |so |very )?(?:sure|certain)|"
     r"i(?:'ll| will| would| can only| have to)? guess|"
@@ -76,7 +92,7 @@ def doubted_behind(rest: str, reason: bool) -> bool:
     """Whether what stands directly behind an answer casts doubt on it; where it gives a reason, more may be said."""
     if not rest:
         return False
-    if _HARD.search(rest):
+    if _HARD.search(rest) or _CASES.search(rest):
         return True
     return not reason and bool(_SOFT.search(rest) or _DIGIT.search(_GIVEN.sub("", rest)))
 
@@ -88,4 +104,9 @@ def doubted_beside(rest: str) -> bool:
 
 def taken_back(following: str) -> bool:
     """Whether the text that follows an answer takes it back."""
-    return bool(following) and _TAKEN_BACK.search(following) is not None
+    return bool(following) and bool(_TAKEN_BACK.search(following) or _ALSO_RIGHT.search(following))
+
+
+def set_beside(following: str) -> list[str]:
+    """The numbers that the text behind an answer names as others: ``Also 35``, ``The other root is 35``."""
+    return _BESIDE_IT.findall(following)

@@ -5,9 +5,21 @@ Only the expected answer decides that this path is taken, so no response can cho
 
 import logging
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
+from beamline.tasks.graders.brackets import masked, split
+from beamline.tasks.graders.syntax import Unreadable
+
 _OPERATORS = re.compile(r"\\(?:sum|prod|int|iint|lim|log|ln)(?![A-Za-z])")
+_EQUALS = re.compile("=")
+_NAME = re.compile(r"\s*\\?[A-Za-z]+\s*")
+_RELATION = re.compile(
+    r"\\(?:approx|neq?|sim(?:eq)?|cong|equiv|leq?|geq?|lt|gt|to|in|cup|cap|pm|mp|l?or|l?and)(?![A-Za-z])|[<>≈≠≤≥±]"
+)
 _LONGEST = 300
 _DIGITS = 40
 
@@ -18,15 +30,59 @@ def readable(answer: str) -> bool:
 
 
 def equal(answer: str, response: str) -> bool:
-    """Whether math-verify holds a response for the expected answer; false for answers that are not ``readable``."""
+    """Whether math-verify holds a response for the expected answer; false for answers that are not ``readable``.
+
+    Of a chain of equalities every side must be the answer, but for a name at its beginning: math-verify looks at one.
+
+    Raises:
+        MemoryError, RecursionError: the response needs more than there is.
+    """
     if len(response) > _LONGEST or not readable(answer):
         return False
+    try:
+        sides, _ = split(response, _EQUALS)
+        if _RELATION.search(masked(response)) and not _RELATION.search(masked(answer)):
+            return False
+    except Unreadable:
+        return False
+    if len(sides) > 1 and _NAME.fullmatch(sides[0]):
+        sides = sides[1:]
+    with _exhaustion_raised():
+        return all(_verified(answer, side) for side in sides)
+
+
+def _verified(answer: str, response: str) -> bool:
     from math_verify import verify
 
     truth, said = _parse(answer), _parse(response)
     return said is not None and bool(
         verify(truth, said, float_rounding=_DIGITS, numeric_precision=_DIGITS, timeout_seconds=None)
     )
+
+
+@contextmanager
+def _exhaustion_raised() -> Iterator[None]:
+    """Raise what math-verify passes over although it says nothing of the answer: memory or stack ran out.
+
+    It catches every exception in many places, so they are seen where they arise, by a trace function.
+    """
+    seen: list[type[BaseException]] = []
+
+    def watch(frame: FrameType, event: str, arg: Any) -> Any:
+        frame.f_trace_lines = False
+        if event == "exception" and issubclass(arg[0], (MemoryError, RecursionError)):
+            seen.append(arg[0])
+        return watch
+
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        yield
+        failed = sys.gettrace() is not watch  # Python drops a trace function that has no stack left itself
+    finally:
+        sys.settrace(before)
+    if seen or failed:
+        raise (seen[0] if seen else MemoryError)("math-verify ran out of memory or stack")
 
 
 def _parse(text: str) -> Any:

@@ -104,6 +104,7 @@ _STYLED = re.compile(
 )
 _BOLD = re.compile(r"\*\*(?=\S)([^*]*[^*\s])\*\*|(?<![0-9A-Za-z_])__(?=\S)([^_]*[^_\s])__(?![0-9A-Za-z_])")
 _POWER = re.compile(r"(?<=[0-9A-Za-z)])\*\*(?=[0-9A-Za-z(])")
+_FACTORIAL_OR_SHOUT = re.compile(r"[0-9](?:\s|\\[,;:!]|\{\})+!")
 _DELIMITERS = re.compile(r"\\[()\[\]]|(?<!\\)\$+|`+")
 _DONE = " \n✅✔✓🎉🎯∎■□\N{VARIATION SELECTOR-16}"  # what stands at the end of a proof, or of a message
 _MARKERS = re.compile(r"(?:\s*(?:<\|[a-z_]{1,40}\|>|</s>|\[(?:END|EOS|DONE)\]))+\s*$", re.IGNORECASE)
@@ -113,11 +114,13 @@ def notation(text: str) -> str:
     """A text in the one notation that the readers know, its words and units still in it.
 
     Raises:
-        Unreadable: the text is longer than any answer, a range of numbers, or leaves something out.
+        Unreadable: the text is longer than any answer, a range of numbers, struck out, or leaves something out.
     """
     if len(text) > LONGEST:
         raise Unreadable(f"over {LONGEST} characters")
     text = _MARKERS.sub("", text).rstrip(_DONE)
+    if "~~" in text or _FACTORIAL_OR_SHOUT.search(text):
+        raise Unreadable("struck out" if "~~" in text else "a factorial or a shout")
     if "*" in text or "_" in text:
         text = _unstarred(text)
     if not text.isascii():

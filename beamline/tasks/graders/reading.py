@@ -239,6 +239,8 @@ def _equal(parts: list[str], depth: int) -> Value:
     before, name = parts[:-1], ""
     if _is_name(before[0]):
         name = squeezed(before.pop(0))
+    elif len(parts) > 2 and len(symbols(_side(before[0]))) == 1:
+        raise Unreadable("an equation to be solved")
     for part in before:
         node = _side(part)
         if not isinstance(last, Node):

@@ -33,7 +33,8 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-FUNCTIONS = words("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp")
+OF_ANGLES = words("sin cos tan cot sec csc")
+FUNCTIONS = OF_ANGLES | words("arcsin arccos arctan sinh cosh tanh ln log exp")
 
 _DEPTH = 24
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
@@ -92,6 +93,7 @@ class _Reader:
         self.text = text
         self.at = 0
         self.depth = 0
+        self.angles = 0  # functions of an angle around what is read
 
     def peek(self) -> str:
         """The next character or command, blanks skipped; empty at the end."""
@@ -171,6 +173,8 @@ class _Reader:
         base = self.primary()
         if self.take("!"):
             base = Node("fact", (base,))
+        if self.angles and self.take("\\degree"):
+            base = Node("mul", (base, Node("sym", name="pi"), number(Fraction(1, 180))))
         if not self.take("^"):
             return base
         exponent = self.exponent()
@@ -312,7 +316,9 @@ class _Reader:
             name, exponent = f"arc{name}", None
         if exponent is not None and (exponent.op != "num" or exponent.number <= 0):
             raise Unreadable("an inverse or a power: two readings")
+        self.angles += name in OF_ANGLES
         node = Node("call", (self.arguments(), *base), name=name)
+        self.angles -= name in OF_ANGLES
         self.depth -= 1
         return Node("pow", (node, exponent)) if exponent is not None else node
 

@@ -2,7 +2,7 @@
 
 import re
 
-from beamline.tasks.graders.syntax import words
+from beamline.tasks.graders.syntax import OF_ANGLES, words
 
 _LENGTHS = {
     "cm": "cm centimeter centimetre centimeters centimetres",
@@ -49,6 +49,7 @@ _MEASURE = re.compile(
 )
 _PERCENT = re.compile(r"\s*(?:\\?%|(?:\s|(?<=[0-9]))per\s?cent(?:age)?(?: points?)?)$")
 _DEGREE = re.compile(r"\s*\\degree\s*(?:\\unit\{)?[CF]?\}?$")
+_ANGLE = re.compile(rf"(?<![A-Za-z])(?:{'|'.join(sorted(OF_ANGLES))})(?![A-Za-z])")
 _DOLLAR = re.compile(r"^(-?)\s*\\\$\s*|\s*\\\$$")
 _SCALE = re.compile(r"^(-?[0-9.]+)\s+(hundred|thousand|million|billion|trillion)$")
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -59,22 +60,26 @@ _NO_THINGS = words(
     "or and not nor is was has does its this us yes as plus minus times less unless versus perhaps besides always "
     "equals of in to at by from than between dozen dozens tens hundreds thousands millions billions percents halves "
     "thirds fourths quarters fifths sixths sevenths eighths ninths tenths hundredths thousandths sometimes maybe thus "
-    "hundred thousand million billion half third if but mod modulus remains radians previous various"
+    "hundred thousand million billion half third if but mod modulus remains radians previous various trillions "
+    "quadrillions lakhs crores grosses millionths billionths negatives opposites reciprocals inverses factorials"
 )
 
 
 def split_unit(text: str) -> tuple[str, str]:
     """A text without the unit at its end (or the currency at its start), and that unit.
 
-    The unit is ``%``, a measure such as ``cm^2`` or ``km/h``, or empty: none, or things that are counted.
+    The unit is ``%``, a measure such as ``cm^2`` or ``km/h``, or empty: none, or things that are counted. The degrees
+    of ``\\sin 30^\\circ`` belong to the angle.
     """
     if text and text[-1].isdigit() and not text.startswith(("\\$", "-\\$")) and "^" not in text and " " not in text:
         return text, ""
     for pattern, unit in ((_PERCENT, "%"), (_DEGREE, "degree"), (_DOLLAR, "dollar")):
         rest, found = pattern.subn(r"\1" if pattern is _DOLLAR else "", text, count=1)
-        if found and rest.strip():
+        if found and rest.strip() and not (unit == "degree" and _ANGLE.search(rest)):
             return _scaled(rest.strip()), unit
     measure = _MEASURE.search(text)
+    if measure and _canonical(measure) == "degree" and _ANGLE.search(text):
+        return text, ""
     if measure and _may_precede(text, measure):
         return _scaled(text[: measure.end("before")]), _canonical(measure)
     things = _THINGS.search(text)

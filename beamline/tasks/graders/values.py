@@ -31,6 +31,8 @@ class Compound:
 Value: TypeAlias = Node | Compound
 
 _UNORDERED = ("list", "set", "union")
+_DOUBLES = 1e-12  # relative error of values in floating point
+_MOST_PLACES = 300  # of decimals
 _MOST_ITEMS = 40  # of collections in any order, which are compared pair by pair
 
 
@@ -50,7 +52,7 @@ def same(truth: Value, answer: Value) -> bool:
     if truth.kind == answer.kind == "words":
         return truth.mark == answer.mark
     if truth.kind == answer.kind == "ratio":
-        return _in_lowest_terms(truth) == _in_lowest_terms(answer) or _same_in_order(truth, answer)
+        return _same_in_order(truth, answer) or _proportional(truth, answer)
     return _same_shape(truth, answer) and _same_in_order(truth, answer)
 
 
@@ -200,20 +202,52 @@ _WRAPPERS = (
 )
 
 
-def _in_lowest_terms(ratio: Compound) -> tuple[Fraction, ...] | None:
-    terms = [exact(item) if isinstance(item, Node) else None for item in ratio.items]
-    first = terms[0]
-    return (
-        tuple(term / first if term is not None else Fraction(-1) for term in terms)
-        if first and None not in terms
-        else None
+def _proportional(truth: Compound, answer: Compound) -> bool:
+    """Whether the terms of two ratios are the same up to a factor: ``2:4`` is ``1:2``."""
+    terms = [item for item in truth.items if isinstance(item, Node)]
+    others = [item for item in answer.items if isinstance(item, Node)]
+    if not len(truth.items) == len(terms) == len(others) == len(answer.items):
+        return False
+    first, other = terms[0], others[0]
+    if algebra.equal(first, number(0)) or algebra.equal(other, number(0)):
+        return False
+    return all(
+        algebra.equal(Node("mul", (term, other)), Node("mul", (said, first)))
+        for term, said in zip(terms, others, strict=True)
     )
 
 
 def is_close(a: Node, b: Node) -> bool:
-    """Whether ``b`` can be a rounding of ``a``: within five percent."""
+    """Whether one of two numbers is a rounding of the other.
+
+    The decimal among them, ``b`` first, is at most half a unit of its last digit away, or what is left when the other's
+    digits are cut off. A fraction p/q approximates a number that is no decimal to within 1/(2 q^2).
+    """
     left, right = evaluate(a, {}) if not symbols(a) else None, evaluate(b, {}) if not symbols(b) else None
-    return left is not None and right is not None and abs(left - right) <= 0.05 * abs(left)
+    if left is None or right is None:
+        return False
+    error = abs(left - right)
+    for rounded, value, shown in ((b, left, right), (a, right, left)):
+        unit = _last_place(exact(rounded))
+        if unit is not None:
+            slack = _DOUBLES * abs(value)
+            return error <= unit / 2 + slack or (abs(shown) < abs(value) and error < unit - slack)
+    fraction = exact(b)
+    return fraction is not None and error <= 1 / (2 * fraction.denominator**2)
+
+
+def _last_place(value: Fraction | None) -> float | None:
+    """The place value of the last digit of a decimal that is not 0; ``None`` for anything else."""
+    if value is None:
+        return None
+    places = 0
+    while value.denominator > 1 and places < _MOST_PLACES:
+        value, places = value * 10, places + 1
+    if value.denominator > 1:
+        return None
+    while value and value.numerator % 10 == 0 and places > -_MOST_PLACES:
+        value, places = value / 10, places - 1
+    return 10.0**-places
 
 
 def agree(a: Node, b: Node) -> bool:

@@ -181,3 +181,10 @@ def test_a_name_with_signs_of_a_pattern_is_the_name_of_one_file(tmp_path: Path) 
     path = parquet(tmp_path, 3).rename(tmp_path / "rows[0-9]*.parquet")
     parquet(tmp_path, 5).rename(tmp_path / "rows7x.parquet")
     assert (len(rows(path)), row_count(path)) == (3, 3)
+
+
+def test_a_cell_of_a_csv_file_may_be_long(tmp_path: Path) -> None:
+    path = tmp_path / "long.csv"
+    path.write_text(f'question,answer\n"{"1+" * 100_000}1",100001\n')
+    (row,) = read_rows(path)
+    assert len(row.value["question"]) == 200_001

@@ -12,7 +12,7 @@ import pytest
 
 from beamline.config.schema import FileSource
 from beamline.data import DataError, Excluded, ProblemSet, files, from_rows, load
-from beamline.data.files import rows_of
+from beamline.data.files import read_rows, rows_of
 from beamline.records import Message
 
 USER = [{"role": "user", "content": "1+1"}]
@@ -230,3 +230,13 @@ def test_ids_are_indices_where_every_row_has_another_one() -> None:
     assert indexed(7, None, 3) == ["rows:1", "rows:2", "rows:3"]
     assert indexed(7, True, 3) == ["rows:1", "rows:2", "rows:3"]
     assert indexed(7, 7, 3, ids=("own",)) == ["own", "7", "3"]
+
+
+def test_a_row_that_is_nested_too_deeply_is_left_out_and_no_other(tmp_path: Path) -> None:
+    fine = '{"prompt": "1+1", "answer": "2", "note": ' + "[" * 40 + "]" * 40 + "}"
+    deep = '{"prompt": "2+2", "answer": "4", "note": ' + "[" * 900 + "]" * 900 + "}"
+    file = tmp_path / "deep.jsonl"
+    file.write_text(f"{fine}\n{deep}\n")
+    problems = from_rows("deep", read_rows(file), "deep", str(file))
+    assert [problem.answer for problem in problems.problems] == ["2"]
+    assert problems.excluded == (Excluded("line 2", "'note' is nested more than 50 deep"),)

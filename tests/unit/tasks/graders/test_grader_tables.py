@@ -4,6 +4,7 @@ import pytest
 
 from beamline.tasks.graders import GRADERS, unusable_answer
 from tests.unit.tasks.graders.table import Case, rows
+from tests.unit.tasks.graders.table_attacks import ATTACKS
 from tests.unit.tasks.graders.table_collections import COLLECTIONS
 from tests.unit.tasks.graders.table_commitment import COMMITMENT
 from tests.unit.tasks.graders.table_dapo import DAPO
@@ -13,7 +14,7 @@ from tests.unit.tasks.graders.table_numbers import NUMBERS
 from tests.unit.tasks.graders.table_sentences import SENTENCES
 from tests.unit.tasks.graders.table_symbols import SYMBOLS
 
-MATH = (*COMMITMENT, *NUMBERS, *SYMBOLS, *COLLECTIONS, *HOSTILE, *STATEMENTS, *SENTENCES)
+MATH = (*COMMITMENT, *NUMBERS, *SYMBOLS, *COLLECTIONS, *HOSTILE, *STATEMENTS, *SENTENCES, *ATTACKS)
 
 # Right answers that are refused, because accepting them would let wrong ones pass.
 KNOWN_REFUSALS = {
