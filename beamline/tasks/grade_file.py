@@ -37,7 +37,7 @@ class Pool(Protocol):
 def grade_file(grader: str, file: Path, out: TextIO, pool: Pool) -> int:
     """Grade every row of a JSON Lines file, and write a line for each to ``out`` in the same order.
 
-    A row has ``response`` (the text of the final channel) and ``answer``, both texts. A line has ``correct`` and
+    A row has ``response`` (the text of the final channel) and ``answer``, both texts; an answer may be an integer. A line has ``correct`` and
     ``parsed`` (both null where the status is not ``graded``), ``status``, ``seconds`` spent in the grader, and
     ``error`` where it was not graded. Blank lines are no rows. ``-`` is the standard input.
 
@@ -131,6 +131,8 @@ def _row(line: bytes, where: str) -> tuple[str, str]:
         raise GradeFileError(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict):
         raise GradeFileError(f"{where}: a {type(row).__name__}, not an object with 'response' and 'answer'")
+    if isinstance(row.get("answer"), int) and not isinstance(row["answer"], bool):
+        row["answer"] = str(row["answer"])  # many files have integers as numbers
     return _text(row, "response", where), _text(row, "answer", where)
 
 

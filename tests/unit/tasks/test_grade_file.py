@@ -57,6 +57,12 @@ def graded(grader: str, file: Path, pool: FakePool | None = None) -> list[dict[s
     return written
 
 
+def test_an_answer_may_be_an_integer_but_no_truth_value(tmp_path: Path) -> None:
+    assert [line["correct"] for line in graded("math", write(tmp_path, {"response": "034", "answer": 34}))] == [True]
+    with pytest.raises(GradeFileError, match="'answer' must be text, not True"):
+        graded("math", write(tmp_path, {"response": "1", "answer": True}))
+
+
 def test_each_row_becomes_a_line(tmp_path: Path) -> None:
     file = write(tmp_path, row("Answer: 34"), row("Answer: 35"), row("nothing"))
     assert graded("math", file) == [
