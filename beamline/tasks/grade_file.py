@@ -37,9 +37,9 @@ class Pool(Protocol):
 def grade_file(grader: str, file: Path, out: TextIO, pool: Pool) -> int:
     """Grade every row of a JSON Lines file, and write a line for each to ``out`` in the same order.
 
-    A row has ``response`` (the text of the final channel) and ``answer``, both texts; an answer may be an integer. A line has ``correct`` and
-    ``parsed`` (both null where the status is not ``graded``), ``status``, ``seconds`` spent in the grader, and
-    ``error`` where it was not graded. Blank lines are no rows. ``-`` is the standard input.
+    A row has ``response`` (the text of the final channel) and ``answer``, both texts; an answer may be an integer. A
+    line has ``correct`` and ``parsed`` (both null where the status is not ``graded``), ``status``, ``seconds`` spent in
+    the grader, and ``error`` where it was not graded. Blank lines are no rows. ``-`` is the standard input.
 
     A file is checked as a whole before anything is graded. What cannot be read twice, such as a pipe, is checked row by
     row, and the rows before a faulty one are graded and written first.
