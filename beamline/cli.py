@@ -198,7 +198,7 @@ def data_prepare(
         typer.Option(help="`keep` prompts as they are, or put `dapo`'s instructions around every problem."),
     ] = "keep",
 ) -> None:
-    """Write OUT/NAME-cleaned.parquet, without duplicates and contradictory answers, and a manifest of every row.
+    """Write OUT/NAME-cleaned.parquet, without duplicates and contradictory answers, and a manifest with all counts.
 
     Files are Parquet, JSON Lines, JSON or CSV, in the columns of verl, SkyRL, slime or TRL, or `question` and `answer`.
 
@@ -209,11 +209,20 @@ def data_prepare(
     prepare_and_show(source, out, from_, wording)
 
 
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: compiled code turns one that came while it ran into a SystemError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def main() -> None:
     """Run the command line; failures that the user can mend end in their message alone."""
     try:
         app()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemError) as error:
+        if not _interrupted(error):
+            raise
         raise SystemExit(130) from None
     except (BeamlineError, OSError) as error:
         console = Console(stderr=True, soft_wrap=True, emoji=False)

@@ -25,6 +25,7 @@ from beamline.runtime.determinism import make_deterministic
 from beamline.runtime.engines import load_chat, load_module, model_folder, sampler_of
 from beamline.runtime.export import find_checkpoint, saved_config
 from beamline.runtime.tables import evaluation_table, problem_table
+from beamline.starter import SETTINGS
 from beamline.tasks.grading import open_pool
 from beamline.tasks.pool import GradingPool
 
@@ -86,7 +87,7 @@ def evaluate_model(
 ) -> dict[str, float]:
     """Evaluate a run's newest checkpoint, a checkpoint, a model folder or ``starter``, and print the figures.
 
-    Settings are the checkpoint's own, or the defaults; ``recipe`` and ``settings`` replace them.
+    Settings are those of the checkpoint or the packaged model, or the defaults; ``recipe`` and ``settings`` replace them.
 
     Raises:
         ModelError, DataError, ConfigError, CheckpointError: the model, data or settings cannot be used.
@@ -94,7 +95,7 @@ def evaluate_model(
     if out is not None:
         _check_free(out)
     checkpoint = find_checkpoint(Path(name))
-    base = {} if checkpoint is None else saved_config(checkpoint)
+    base = SETTINGS.get(name, {}) if checkpoint is None else saved_config(checkpoint)
     path = name if checkpoint is None else base["model"]["path"]
     # As an override, so that a recipe's own model does not take the place of the one that was asked for.
     config = load_config(recipe, [f"model.path={json.dumps(escaped(path))}", *settings], base)

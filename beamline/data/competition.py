@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from beamline.data.cleaning import Cleaned, clean
+from beamline.data.cleaning import clean
 from beamline.data.files import Row, frame_rows, rows_of
 from beamline.data.wording import dapo
 from beamline.tasks.competition import Exercise, exercises
@@ -37,7 +37,7 @@ def _row(exercise: Exercise, answer: int) -> dict[str, Any]:
     }
 
 
-def prepared_rows(seed: int, pool: Pool, problems: int) -> tuple[Iterator[Row], Cleaned]:
-    """The cleaned rows, and what became of all others."""
+def prepared_rows(seed: int, pool: Pool, problems: int) -> Iterator[Row]:
+    """The rows that are left after cleaning, as they would be read from the prepared file."""
     cleaned = clean(raw_rows(seed, pool, problems), "competition")
-    return frame_rows(cleaned.frame(), range(1, len(cleaned.rows) + 1)), cleaned
+    return frame_rows(cleaned.frame(), range(1, len(cleaned.rows) + 1))

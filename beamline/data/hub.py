@@ -45,5 +45,5 @@ def fetch(name: str, again: str) -> Path:
             f"({type(error).__name__}: {(str(error) or 'no detail').splitlines()[0]}). Where there is a network, run\n"
             f"  hf download --repo-type dataset {known.repository} {known.file} --local-dir .\n"
             f"bring the file here, and run\n"
-            f"  {again} --from {Path(known.file).name}"
+            f"  {again} --from {known.file}"
         ) from error

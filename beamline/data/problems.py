@@ -37,13 +37,7 @@ def load(name: str, source: Source, seed: int, pool: Pool) -> ProblemSet:
 
 
 def _competition(name: str, seed: int, pool: Pool, problems: int) -> ProblemSet:
-    rows, cleaned = prepared_rows(seed, pool, problems)
-    contradicted = tuple(
-        Excluded(conflict.prompt, f"it has the answers {' and '.join(conflict.answers)}")
-        for conflict in cleaned.conflicts
-    )
-    made = from_rows(name, rows, "competition", "the generated problems")
-    return replace(made, excluded=contradicted + made.excluded)
+    return from_rows(name, prepared_rows(seed, pool, problems), "competition", "the generated problems")
 
 
 def from_rows(name: str, rows: Iterable[Row], stem: str, origin: str) -> ProblemSet:

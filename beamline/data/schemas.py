@@ -7,7 +7,7 @@ verl, DAPO     ``prompt``: messages                ``reward_model.ground_truth``
 SkyRL          ``prompt``: messages                ``reward_spec.ground_truth``
 slime          ``prompt``: text or messages        ``label``
 TRL            ``prompt``: text or messages        ``answer``, ``solution`` or ``ground_truth``
-plain          ``question``: text                  ``answer``
+plain          ``question`` or ``problem``: text   ``answer``
 =============  ==================================  =============================================
 
 Where a row has several of them the first in this order counts; the others are kept beside it.
@@ -27,6 +27,7 @@ from beamline.records import Message
 SCHEMAS = {
     "prompt": ("reward_model", "reward_spec", "label", "answer", "solution", "ground_truth"),
     "question": ("answer",),
+    "problem": ("answer",),
 }
 """The columns that can hold the expected answer to the problem in a column."""
 
@@ -99,7 +100,9 @@ def _columns(row: dict[Any, Any]) -> tuple[str, str]:
     """The columns of the problem and of the answer."""
     question = next((column for column in SCHEMAS if column in row), None)
     if question is None:
-        raise UnusableError(f"no problem: neither 'prompt' nor 'question' is among its columns ({_names(row)})")
+        raise UnusableError(
+            f"no problem: none of 'prompt', 'question' and 'problem' is among its columns ({_names(row)})"
+        )
     there = [column for column in SCHEMAS[question] if column in row]
     if not there:
         several = f"one of {', '.join(SCHEMAS[question])}" if question == "prompt" else "'answer'"
@@ -112,7 +115,7 @@ def _names(row: dict[Any, Any]) -> str:
 
 
 def _messages(value: Any, column: str) -> tuple[Message, ...]:
-    if isinstance(value, str) or column == "question":
+    if isinstance(value, str) or column != "prompt":
         return (Message("user", _content(value, column)),)
     if not isinstance(value, list) or not value:
         raise UnusableError(f"{column!r} must be text or a list of messages, not {shown(value)}")

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba.extending
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from numba.core import config
 
 from beamline.errors import BeamlineError
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+_LOCK_SECONDS = 120
 
 
 class CacheFolderError(BeamlineError, OSError):
@@ -76,8 +79,13 @@ def _explained(access: Callable[..., Any]) -> Callable[..., Any]:
 
     def locked(*arguments: Any) -> Any:
         try:
-            with FileLock(f"{_FOLDER}/lock"):
+            with FileLock(f"{_FOLDER}/lock", timeout=_LOCK_SECONDS):
                 return access(*arguments)
+        except Timeout as error:
+            raise CacheFolderError(
+                f"another process has held {_FOLDER}/lock for {_LOCK_SECONDS} s, which takes milliseconds as a rule; "
+                "is one stopped (state T in `ps`)? End it, or set XDG_CACHE_HOME to another folder"
+            ) from error
         except OSError as error:
             raise CacheFolderError(f"cannot read or write compiled kernels in {_FOLDER}: {error}") from error
         except (EOFError, pickle.UnpicklingError) as error:

@@ -410,3 +410,11 @@ def test_what_a_user_named_is_printed_as_it_is(tmp_path: Path, cli: Cli) -> None
     settings = ("--set", "evaluation.samples_per_problem=1")
     assert "a:b:[bold]1" in cli("eval", "starter", data, *settings).out
     assert "no:b:[bold]where" in cli("eval", "no:b:[bold]where").err
+
+
+def test_ctrl_c_within_compiled_code_ends_a_command_quietly(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    def interrupted(*_: object) -> None:
+        raise SystemError("returned a result with an exception set") from KeyboardInterrupt()
+
+    monkeypatch.setattr("beamline.evaluate.evaluate_model", interrupted)
+    assert cli("eval", "starter").code == 130

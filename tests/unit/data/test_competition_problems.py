@@ -31,11 +31,8 @@ def test_problems_have_the_wording_of_dapo() -> None:
         assert problem.text.endswith(AFTER)
 
 
-def test_contradicted_problems_are_left_out_and_said() -> None:
-    excluded = load("set", SOURCE, 0, "train").excluded
-    assert [(e.where, "answers" in e.reason) for e in excluded] == [
-        (e.question, True) for e in exercises(0, "train", 102)[100:]
-    ]
+def test_what_was_planted_to_be_cleaned_is_not_told_of_as_left_out() -> None:
+    assert load("set", SOURCE, 0, "train").excluded == ()
 
 
 def test_evaluation_problems_do_not_depend_on_the_seed_of_the_run() -> None:

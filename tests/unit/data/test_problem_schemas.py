@@ -240,3 +240,8 @@ def test_a_row_that_is_nested_too_deeply_is_left_out_and_no_other(tmp_path: Path
     problems = from_rows("deep", read_rows(file), "deep", str(file))
     assert [problem.answer for problem in problems.problems] == ["2"]
     assert problems.excluded == (Excluded("line 2", "'note' is nested more than 50 deep"),)
+
+
+def test_a_plain_problem_may_be_called_so() -> None:
+    (problem,) = from_rows("set", rows_of([{"problem": "1+1?", "answer": "2"}]), "own", "memory").problems
+    assert (problem.messages, problem.answer) == ((Message("user", "1+1?"),), "2")

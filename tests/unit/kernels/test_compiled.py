@@ -106,3 +106,12 @@ def test_one_process_at_a_time_reads_or_writes_the_cache(tmp_path: Path, monkeyp
     assert compiled._explained(access)()
     lock.acquire(timeout=0)
     lock.release()
+
+
+def test_a_lock_that_another_process_keeps_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_LOCK_SECONDS", 0.05)
+    with (
+        FileLock(f"{compiled._FOLDER}/lock"),
+        pytest.raises(CacheFolderError, match=r"another process has held .*/lock"),
+    ):
+        compiled._explained(lambda: None)()
