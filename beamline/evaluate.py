@@ -87,7 +87,7 @@ def evaluate_model(
 ) -> dict[str, float]:
     """Evaluate a run's newest checkpoint, a checkpoint, a model folder or ``starter``, and print the figures.
 
-    Settings are those of the checkpoint or the packaged model, or the defaults; ``recipe`` and ``settings`` replace them.
+    Settings are the checkpoint's, the packaged model's or the defaults; ``recipe`` and ``settings`` replace them.
 
     Raises:
         ModelError, DataError, ConfigError, CheckpointError: the model, data or settings cannot be used.
