@@ -10,7 +10,6 @@ is the share of the workers' time that they spent inside a grader. Figures are m
 
 import random
 import time
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -18,7 +17,7 @@ from rich.table import Table
 
 from beamline.tasks.graders.tolerant import grade_math
 from beamline.tasks.pool import GradingPool, GradingTask
-from benchmarks.harness import parser, write
+from benchmarks.harness import median_seconds, parser, write
 
 WORKERS = (1, 2)
 TASKS = 4000
@@ -70,7 +69,10 @@ def tasks_of(kind: str, count: int = TASKS, seed: int = 0) -> list[GradingTask]:
 def _rates(kind: str, rounds: int) -> dict[str, Any]:
     """Tasks a second without a pool and by workers."""
     tasks = tasks_of(kind, TASKS // 8 if kind == "symbolic" else TASKS)
-    found: dict[str, Any] = {"tasks": len(tasks), "without": len(tasks) / _seconds(lambda: _without(tasks), rounds)}
+    found: dict[str, Any] = {
+        "tasks": len(tasks),
+        "without": len(tasks) / median_seconds(lambda: _without(tasks), rounds),
+    }
     for workers in WORKERS:
         with GradingPool(workers, DEADLINE, MEMORY_MB) as pool:
             _warm(pool, workers)
@@ -96,16 +98,6 @@ def _run(pool: GradingPool, tasks: list[GradingTask]) -> dict[str, float]:
 def _without(tasks: list[GradingTask]) -> None:
     for task in tasks:
         grade_math(task.response, task.answer)
-
-
-def _seconds(work: Callable[[], Any], rounds: int) -> float:
-    work()
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return median(times)
 
 
 def _warm(pool: GradingPool, workers: int) -> None:

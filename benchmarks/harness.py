@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -167,6 +168,17 @@ def _progress() -> Progress:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
+
+
+def median_seconds(work: Callable[[], Any], rounds: int) -> float:
+    """Median time of a piece of work, which is done once before it is timed."""
+    work()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return median(times)
 
 
 def parser(description: str | None, rounds: int | None = None) -> argparse.ArgumentParser:

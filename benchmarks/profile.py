@@ -9,8 +9,6 @@ of the learner's benchmark on two threads; its stages are the autograd functions
 """
 
 import time
-from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,7 @@ from beamline.rollout.local.beam import BeamDecoder, forward
 from beamline.rollout.local.worker import ROWS
 from beamline.runtime.engines import DTYPE
 from beamline.starter import STARTER
-from benchmarks.harness import parser, write
+from benchmarks.harness import median_seconds, parser, write
 from benchmarks.learner import LOSS, learner_and_batch
 
 SHAPES = ((128, 64, 384), (128, 128, 64), (32, 64, 128), (8, 64, 384), (128, 512, 512), (128, 1024, 1024))
@@ -51,16 +49,6 @@ def main() -> None:
           arguments.results)  # fmt: skip
 
 
-def _seconds(work: Callable[[], Any], rounds: int) -> float:
-    work()
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return median(times)
-
-
 def _product(rows: int, depth: int, columns: int, rounds: int) -> dict[str, float]:
     """GFLOP/s of ours and of torch."""
     rng = np.random.default_rng(0)
@@ -74,8 +62,8 @@ def _product(rows: int, depth: int, columns: int, rounds: int) -> dict[str, floa
 
     work = 2e-9 * rows * depth * columns
     return {
-        "ours_gflops": work / _seconds(ours, rounds),
-        "torch_gflops": work / _seconds(lambda: torch.mm(theirs[0], theirs[1], out=theirs[2]), rounds),
+        "ours_gflops": work / median_seconds(ours, rounds),
+        "torch_gflops": work / median_seconds(lambda: torch.mm(theirs[0], theirs[1], out=theirs[2]), rounds),
     }
 
 
@@ -105,7 +93,7 @@ def _decode(position: int, rounds: int) -> dict[str, float]:
             attention.attend(space.q, cache.keys, cache.values, at, places, window, slots, positions, kv_heads, group,
                              size, space.scores, space.attended, False)  # fmt: skip
 
-    return {"step_ms": 1e3 * _seconds(step, rounds), "attention_ms": 1e3 * _seconds(attend, rounds)}
+    return {"step_ms": 1e3 * median_seconds(step, rounds), "attention_ms": 1e3 * median_seconds(attend, rounds)}
 
 
 def _update() -> dict[str, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from beamline.algorithms.statistics import truncated_share
 from beamline.records import Grade, Group
 from beamline.records.random import stream
 
@@ -98,7 +99,7 @@ def _metrics(groups: Sequence[Group], results: Sequence[ProblemResult], k: int) 
         metrics[f"pass@{k}"] = float(np.mean([result.right > 0 for result in graded]))
         metrics[f"maj@{k}"] = float(np.mean([result.majority for result in graded]))
     return metrics | {
-        "truncated_share": float(np.mean([rollout.finish == "length" for rollout in rollouts])),
+        "truncated_share": truncated_share(rollouts),
         "response_tokens_mean": float(np.mean([rollout.response_tokens for rollout in rollouts])),
         "ungraded": sum(result.ungraded for result in results),
     }

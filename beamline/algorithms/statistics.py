@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beamline.algorithms.advantages import has_signal
-from beamline.records import Group
+from beamline.records import Group, Rollout
 
 
 def rewards_of(group: Group) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
@@ -31,7 +31,7 @@ def sampling_statistics(groups: Sequence[Group]) -> dict[str, float]:
         "train/grading_errors": statuses["error"],
         "train/response_tokens_mean": float(tokens.mean()),
         "train/response_tokens_max": int(tokens.max()),
-        "train/truncated_share": float(np.mean([rollout.finish == "length" for rollout in rollouts])),
+        "train/truncated_share": truncated_share(rollouts),
         "train/groups_without_signal": len(groups) - sum(signals),
         "train/tokens": int(tokens.sum()),
     }
@@ -46,3 +46,8 @@ def sampling_statistics(groups: Sequence[Group]) -> dict[str, float]:
         if len(grades) > 1:
             metrics["train/reward_std"] = float(rewards.std(ddof=1))
     return metrics
+
+
+def truncated_share(rollouts: Sequence[Rollout]) -> float:
+    """Share of the rollouts that were cut at the limit."""
+    return float(np.mean([rollout.finish == "length" for rollout in rollouts]))

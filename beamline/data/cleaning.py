@@ -203,7 +203,7 @@ def _column(name: str, values: list[Any]) -> pl.Series:
         if _portable(column.dtype) and json.dumps(column.to_list()) == json.dumps(values):  # 1 is not true
             return column
     except (TypeError, OverflowError, pl.exceptions.PolarsError):
-        pass
+        pass  # there is no such type
     return pl.Series(name, [None if value is None else json.dumps(value) for value in values], pl.String)
 
 

@@ -31,13 +31,10 @@ def load(name: str, source: Source, seed: int, pool: Pool) -> ProblemSet:
     try:
         if isinstance(source, ArithmeticSource):
             return ProblemSet(name, tuple(arithmetic.generate(own, pool, source.problems, source.levels)))
-        return _competition(name, own, pool, source.problems)
+        rows = prepared_rows(own, pool, source.problems)
     except ValueError as error:
         raise DataError(f"data set {name!r}: {error}") from error
-
-
-def _competition(name: str, seed: int, pool: Pool, problems: int) -> ProblemSet:
-    return from_rows(name, prepared_rows(seed, pool, problems), "competition", "the generated problems")
+    return from_rows(name, rows, "competition", "the generated problems")
 
 
 def from_rows(name: str, rows: Iterable[Row], stem: str, origin: str) -> ProblemSet:

@@ -101,7 +101,7 @@ class WorkerProcess:
                 del self._unsent[: self.socket.send(self._unsent)]
                 self._heard = time.monotonic()
         except BlockingIOError:
-            pass
+            pass  # the rest is sent when the socket takes it
         except (BrokenPipeError, ConnectionResetError):
             self._unsent.clear()  # it has ended, which reading tells
 
@@ -117,7 +117,7 @@ class WorkerProcess:
         except BlockingIOError:
             return replies, True
         except ConnectionResetError:
-            pass
+            pass  # it has ended; what it said before is in the replies
         return replies, False
 
     def expires(self, deadline: float) -> float:
