@@ -1,27 +1,25 @@
-"""The training loop, to be read as the algorithm: GRPO with clip-higher on tasks whose answers can be checked."""
+"""The training loop, to be read as the algorithm: policy gradients on tasks whose answers can be checked."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
-from beamline.algorithms.advantages import grpo
+from beamline.algorithms.advantages import has_signal, rewards_of, with_advantages
 from beamline.algorithms.loss import LossConfig
-from beamline.algorithms.statistics import rewards_of, sampling_statistics
+from beamline.algorithms.statistics import sampling_statistics
+from beamline.config.algorithm import KlReward
 from beamline.config.schema import RunConfig
-from beamline.errors import BeamlineError
 from beamline.evaluate import evaluate, evaluation_metrics, write_evaluation
 from beamline.learner.learner import StepStats, update_statistics
+from beamline.learner.penalty import with_kl_penalty
 from beamline.records import Experience, Group, SamplingParams
 from beamline.report import evaluation_folder
-from beamline.rollout.collect import Job, sample
+from beamline.rollout.collect import Job, Sampled, sample_until
 from beamline.rollout.grading import Grading
+from beamline.rollout.strategies import Drawn, draw
 from beamline.runtime.determinism import make_deterministic
+from beamline.runtime.divergence import explained_divergence
 from beamline.runtime.interrupt import Interrupt
 from beamline.runtime.session import Run, open_run
-
-
-class DivergedError(BeamlineError, RuntimeError):
-    """A loss, a gradient or the weights were not finite."""
 
 
 def train(config: RunConfig) -> dict[str, float]:
@@ -52,48 +50,62 @@ def train(config: RunConfig) -> dict[str, float]:
     return run.line
 
 
-@contextmanager
-def explained_divergence(run: Run) -> Iterator[None]:
-    """Turn a number that is not finite into an error that says where the run stands and what to do."""
-    try:
-        yield
-    except FloatingPointError as error:
-        raise DivergedError(
-            f"after step {run.step}: {error}; the newest checkpoint is {run.store.latest()}. "
-            "Look at the last rollouts and at policy/grad_norm, and lower learner.optimizer.lr"
-        ) from error
-
-
 def one_step(run: Run, step: int) -> None:
     """Sample, grade, learn, hand the new weights over, and write down what happened."""
-    groups = sample_groups(run, step)
-    stats = learn(run, groups)
+    config = run.config
+    drawn = sample_groups(run, step)
+    stats = learn(run, with_advantages(drawn.groups, config.algorithm.advantage))
     with run.timings("transfer"):
         run.engines.sync(version=step)
-    run.dump(step, groups)
-    evaluated = measure(run, step) if run.due(run.config.evaluation.every, step) else {}
+    run.dump(step, drawn.sampled)
+    evaluated = measure(run, step) if run.due(config.evaluation.every, step) else {}
+    run.problems_drawn += drawn.problems
     run.updates += sum(not update.skipped for update in stats)
-    run.skipped_updates += sum(update.skipped for update in stats)
-    run.record(step, sampling_statistics(groups) | update_statistics(stats) | evaluated)
+    run.skipped_updates += config.updates_per_step - sum(not update.skipped for update in stats)
+    sampled = sampling_statistics(drawn.sampled, config.algorithm.advantage) | drawn.metrics
+    run.record(step, sampled | update_statistics(stats, config.rollout.max_response_tokens) | evaluated)
 
 
-def sample_groups(run: Run, step: int) -> list[Group]:
-    """The step's problems, several graded samples of each, and how each sample compares with its group."""
-    config, algorithm = run.config, run.config.algorithm
-    problems = run.data.train.of_step(config.seed, step, algorithm.prompts_per_step)
+def sample_groups(run: Run, step: int) -> Drawn:
+    """Several graded samples of each of the step's problems, and which of these groups are learned from."""
+    config, algorithm, rollout = run.config, run.config.algorithm, run.config.rollout
     params = SamplingParams(
-        config.rollout.max_response_tokens, temperature=config.rollout.temperature, stop_ids=run.chat.stop_ids
+        rollout.max_response_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        min_tokens=rollout.min_tokens,
+        stop_ids=run.chat.stop_ids,
+        record_support=rollout.record_support,
     )
-    job = Job("train", step, problems, algorithm.samples_per_prompt, params)
-    grading = Grading(run.pool, job, run.chat, config.reward)
+    drawn = draw(
+        algorithm.sampling,
+        config.seed,
+        Job("train", step, (), algorithm.samples_per_prompt, params),
+        algorithm.prompts_per_step,
+        take=lambda start, count: run.data.train.take(config.seed, run.problems_drawn + start, count),
+        sample_round=partial(sample_round, run),
+        has_signal=lambda group: has_signal(rewards_of(group), algorithm.advantage),
+    )
+    if drawn.note is not None:
+        run.console.print(drawn.note)
+    if isinstance(algorithm.kl, KlReward):
+        with run.timings("old_logprobs"):
+            drawn = replace(drawn, sampled=with_kl_penalty(drawn.sampled, run.engines.learner, algorithm.kl))
+    return drawn
+
+
+def sample_round(run: Run, job: Job) -> Sampled:
+    """Draw the samples of a job, and have each graded as it ends."""
+    grading = Grading(run.pool, job, run.chat, run.config.reward)
     with run.timings("sampling"), run.console.phase("sampling", job.size) as bar:
-        deadline = config.rollout.deadline_seconds
-        drawn = sample(
+        deadline = run.config.rollout.deadline_seconds
+        sampled = sample_until(
             run.engines.sampler, job, run.chat, deadline, grading.add, lambda done: bar.advance(len(done.token_ids))
         )
     with run.timings("grading"):
-        groups = grading.finish(drawn)
-        return [replace(g, advantages=grpo(*rewards_of(g), norm_by_std=algorithm.norm_by_std)) for g in groups]
+        return replace(sampled, groups=grading.finish(sampled.groups))
 
 
 def learn(run: Run, groups: list[Group]) -> list[StepStats]:
@@ -101,13 +113,12 @@ def learn(run: Run, groups: list[Group]) -> list[StepStats]:
     learner, size = run.engines.learner, run.config.algorithm.prompts_per_update
     mini_batches = [experiences(groups[start : start + size]) for start in range(0, len(groups), size)]
     with run.timings("old_logprobs"):
-        prepared = [
-            learner.prepare(batch, loss_config(run.config, first=i == 0)) for i, batch in enumerate(mini_batches)
-        ]
+        prepared = [learner.prepare(batch, loss_config(run, on_policy=i == 0)) for i, batch in enumerate(mini_batches)]
     stats = []
     with run.timings("update"), run.console.phase("training", len(prepared)) as bar:
         for mini_batch in prepared:
             stats.append(learner.step(mini_batch))
+            run.first_update &= stats[-1].skipped
             bar.advance(stats[-1].tokens)
     return stats
 
@@ -115,21 +126,20 @@ def learn(run: Run, groups: list[Group]) -> list[StepStats]:
 def experiences(groups: list[Group]) -> list[Experience]:
     """What a learner is given: each sample with its advantage; samples without a grade are in no loss."""
     return [
-        Experience(rollout, float(advantage), trained=rollout.verdict is not None)
-        for group in groups
+        Experience(rollout, float(advantage), trained=rollout.verdict is not None, group=number)
+        for number, group in enumerate(groups)
         for rollout, advantage in zip(group.rollouts, group.advantages, strict=True)
     ]
 
 
-def loss_config(config: RunConfig, first: bool) -> LossConfig:
+def loss_config(run: Run, on_policy: bool) -> LossConfig:
     """The loss of a mini-batch; only the first update of a step is made by the weights that sampled."""
-    algorithm = config.algorithm
     return LossConfig(
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        mask_truncated=algorithm.mask_truncated,
-        renormalize_after_mask=algorithm.renormalize_after_mask,
-        on_policy=first,
+        algorithm=run.config.algorithm,
+        response_limit=run.config.rollout.max_response_tokens,
+        seed=run.config.seed,
+        on_policy=on_policy,
+        first=on_policy and run.first_update,
     )
 
 

@@ -10,7 +10,7 @@ import argparse
 import subprocess
 import sys
 
-BENCHMARKS = ("sampling", "learner", "step", "memory", "profile", "grading", "prepare", "quickstart")
+BENCHMARKS = ("sampling", "learner", "step", "memory", "profile", "grading", "prepare", "quickstart", "algorithms")
 
 
 def main() -> None:

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from beamline.algorithms.loss import LossConfig, clipped_loss
+from beamline.algorithms.loss import LossConfig
+from beamline.algorithms.losses import Tokens, token_losses
 from beamline.chat import BeamChat
+from beamline.config.algorithm import AlgorithmConfig
 from beamline.learner.learner import Learner
 from beamline.records import Experience
 from beamline.records.random import stream
@@ -49,7 +51,7 @@ NAME = "ragged-64"
 TARGET = 1.3
 PARITY, PARITY_TARGET = "parity", 1 / 1.15  # against our learner without it: it may cost 15 %
 PEER_SEQUENCES = 32  # of a micro-batch; 16 are as fast, 8 and 64 slower
-LOSS = LossConfig(clip_low=0.2, clip_high=0.28, mask_truncated=False, renormalize_after_mask=False, on_policy=True)
+LOSS = LossConfig(AlgorithmConfig(), LONGEST, SEED, on_policy=True)
 
 
 class Ours:
@@ -151,7 +153,8 @@ def _padded_logprobs(module: Any, batch: Sequence[Experience]) -> tuple[Tensor, 
 
 def _padded_loss(module: Any, batch: Sequence[Experience]) -> Tensor:
     logprobs, advantages = _padded_logprobs(module, batch)
-    return clipped_loss(logprobs, logprobs.detach(), advantages, LOSS).loss
+    tokens = Tokens(logprobs, logprobs.detach(), advantages, torch.zeros_like(logprobs, dtype=torch.int64))
+    return token_losses(tokens, LOSS.algorithm.loss).loss_T.sum()
 
 
 def _compare_logprobs(learner: Learner[Any], module: Any, batch: Sequence[Experience]) -> float:

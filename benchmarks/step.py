@@ -28,9 +28,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, PrinterCallback, StoppingCriteriaList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from beamline.algorithms.advantages import grpo
+from beamline.algorithms.advantages import GroupRewards, advantages
 from beamline.algorithms.loss import LossConfig
 from beamline.chat import BeamChat
+from beamline.config.algorithm import AlgorithmConfig, ClipLoss
 from beamline.records import Experience, Problem
 from beamline.rollout.collect import to_rollout
 from beamline.runtime.engines import build
@@ -57,6 +58,7 @@ TARGET = 2.0
 PROMPTS, SAMPLES = 8, 8
 PEER_SEQUENCES = 32  # of a micro-batch
 LR, CLIP_LOW, CLIP_HIGH = 1e-6, 0.2, 0.28
+ALGORITHM = AlgorithmConfig(loss=ClipLoss(clip_low=CLIP_LOW, clip_high=CLIP_HIGH))
 PHASES = ("generation", "forward", "backward", "optimizer", "transfer", "rest")
 
 
@@ -101,12 +103,16 @@ class Ours:
         asked = requests(self._problems[part], self._prompts[part], lengths(PROMPTS * SAMPLES, draw=step), step)
         done = self._phases.clocked("generation", sample)(self._engines.sampler, asked)
         rewards = np.array([even_share(completion.token_ids) for completion in done]).reshape(PROMPTS, SAMPLES)
-        advantages = [grpo(group, np.ones(SAMPLES, dtype=bool), norm_by_std=True) for group in rewards]
+        graded = np.ones(SAMPLES, dtype=bool)
+        groups = [GroupRewards(of_group, graded, graded, {}) for of_group in rewards]
         rollouts = [to_rollout(request, completion) for request, completion in zip(asked, done, strict=True)]
-        return [Experience(r, float(a)) for r, a in zip(rollouts, np.concatenate(advantages), strict=True)]
+        return [
+            Experience(r, float(a))
+            for r, a in zip(rollouts, np.concatenate(advantages(groups, ALGORITHM.advantage)), strict=True)
+        ]
 
     def _update(self, batch: Sequence[Experience]) -> None:
-        loss = LossConfig(CLIP_LOW, CLIP_HIGH, mask_truncated=False, renormalize_after_mask=False, on_policy=True)
+        loss = LossConfig(ALGORITHM, LONGEST, SEED, on_policy=True)
         self._engines.learner.step(self._engines.learner.prepare(batch, loss))
 
 

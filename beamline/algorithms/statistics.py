@@ -4,26 +4,19 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from beamline.algorithms.advantages import has_signal
+from beamline.algorithms.advantages import has_signal, rewards_of
+from beamline.config.algorithm import Advantage
 from beamline.records import Group, Rollout
 
 
-def rewards_of(group: Group) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Rewards ``[n]`` of a group's rollouts, and which of them were graded."""
-    verdicts = [rollout.verdict for rollout in group.rollouts]
-    graded = np.array([verdict is not None for verdict in verdicts])
-    return np.array([0.0 if verdict is None else verdict.reward for verdict in verdicts]), graded
-
-
-def sampling_statistics(groups: Sequence[Group]) -> dict[str, float]:
-    """The ``train/`` metrics of a step."""
+def sampling_statistics(groups: Sequence[Group], advantage: Advantage) -> dict[str, float]:
+    """The ``train/`` metrics of what a step sampled."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     grades = [rollout.verdict for rollout in rollouts if rollout.verdict is not None]
     statuses = Counter("ungraded" if r.grade is None else r.grade.status for r in rollouts)
     tokens = np.array([rollout.response_tokens for rollout in rollouts])
-    signals = [has_signal(*rewards_of(group)) for group in groups]
+    signals = [has_signal(rewards_of(group), advantage) for group in groups]
     metrics = {
         "train/graded": len(grades),
         "train/ungraded": len(rollouts) - len(grades),
@@ -43,6 +36,8 @@ def sampling_statistics(groups: Sequence[Group]) -> dict[str, float]:
             "train/well_formed_share": float(np.mean([grade.well_formed for grade in grades])),
             "train/overlong_penalty_mean": float(np.mean([grade.parts.get("overlong", 0.0) for grade in grades])),
         }
+        if all("kl" in grade.parts for grade in grades):
+            metrics["train/kl_penalty_mean"] = float(np.mean([grade.parts["kl"] for grade in grades]))
         if len(grades) > 1:
             metrics["train/reward_std"] = float(rewards.std(ddof=1))
     return metrics

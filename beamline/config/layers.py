@@ -1,6 +1,7 @@
 """Layers of settings (defaults, base, recipe, overrides) laid one over another, each setting with its origin."""
 
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -115,12 +116,13 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 def merge(lower: Tree | None, upper: Tree, shape: Shape | None) -> Tree:
     """Lay ``upper`` over ``lower``: the keys of a section are merged, a mapping of free names is replaced whole.
 
-    A bare text for a section that has an ``engine`` means that engine. Text that is set again to what it was keeps
-    its origin.
+    A bare text for a section with variants, or with an ``engine``, names one: ``algorithm.loss=gspo``. Text that is
+    set again to what it was keeps its origin.
     """
     if isinstance(upper, Setting):
-        if isinstance(upper.value, str) and shape is not None and "engine" in shape.fields:
-            return merge(lower, {"engine": upper}, shape)
+        chooser = (shape.discriminator or ("engine" if "engine" in shape.fields else None)) if shape else None
+        if isinstance(upper.value, str) and chooser is not None and "${" not in upper.value:
+            return merge(lower, {chooser: upper}, shape)
         again = isinstance(lower, Setting) and isinstance(upper.value, str) and upper.value == lower.value
         return lower if again and lower is not None else upper
     if not isinstance(lower, dict) or shape is None or shape.entry is not None:
@@ -144,17 +146,15 @@ def assign(tree: Tree, path: KeyPath, value: Tree, shape: Shape | None, done: Ke
 
 
 def drop_stale(tree: Tree, shape: Shape | None, look_up: Callable[[KeyPath], Any], path: KeyPath = ()) -> Tree:
-    """Leave out keys of another variant that a lower layer set before a higher one chose the variant.
+    """Leave out what lower layers say of a section, where a higher one chose another variant of it.
 
     ``look_up`` gives the resolved value of a key. Keys that no variant knows stay, to be reported.
     """
     if isinstance(tree, Setting) or shape is None:
         return tree
     chooser = tree.get(shape.discriminator or "")
-    if isinstance(chooser, Setting):
-        chosen = shape.variants.get(str(look_up((*path, shape.discriminator or ""))))
-        stale = set(shape.fields) - set(chosen.fields) if chosen is not None else set()
-        tree = {key: below for key, below in tree.items() if key not in stale or _layer(below) >= chooser.layer}
+    if isinstance(chooser, Setting) and str(look_up((*path, shape.discriminator or ""))) in shape.variants:
+        tree = {key: below for key, below in tree.items() if key not in shape.fields or _layer(below) >= chooser.layer}
     return {key: drop_stale(below, shape.child(key), look_up, (*path, key)) for key, below in tree.items()}
 
 
@@ -177,7 +177,8 @@ def plain(tree: Tree) -> Any:
 
 
 def _layer(tree: Tree) -> int:
-    return tree.layer if isinstance(tree, Setting) else max(map(_layer, tree.values()), default=0)
+    """The highest layer that set something here. An empty mapping is no layer's leavings: somebody wrote it."""
+    return tree.layer if isinstance(tree, Setting) else max(map(_layer, tree.values()), default=sys.maxsize)
 
 
 def _load(text: str) -> dict[Any, Any]:

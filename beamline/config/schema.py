@@ -4,20 +4,13 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-
+from beamline.config.algorithm import AlgorithmConfig, MaxrlAdvantage, OverSampling, PassAtKAdvantage
+from beamline.config.section import NonNegative, Positive, Section
 
 Threads = Annotated[int, Field(ge=1, le=1024)]
 Reward = Annotated[float, Field(ge=-1e6, le=1e6)]
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are immutable, docstrings are the documentation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -46,7 +39,7 @@ def is_reserved_argument(name: str) -> bool:
 class ChatConfig(Section):
     """How a conversation becomes a prompt, in training and evaluation alike."""
 
-    template_arguments: dict[ArgumentName, TemplateArgument] = {}
+    template_arguments: dict[ArgumentName, TemplateArgument] = Field(default={})
     """Arguments of the model's own chat template, such as `reasoning_effort: minimal`. One that the template does not
     use is an error."""
 
@@ -138,7 +131,10 @@ class DataConfig(Section):
     """What the policy is trained and measured on."""
 
     train: TrainSource = ArithmeticSource()
-    """The training problems; passed through in a new random order every epoch."""
+    """The training problems; passed through in a new order every epoch."""
+    order: Literal["random", "easy_first"] = "random"
+    """The order of an epoch: `random`, or by the number in each problem's column `difficulty`, the smallest first and
+    equal ones at random."""
     evaluation: dict[SetName, Source] = Field(default={"arithmetic": ArithmeticSource(problems=256)})
     """Named evaluation sets; the names become file names."""
     allow_overlap: bool = False
@@ -194,13 +190,16 @@ class RolloutConfig(Section):
     temperature: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """Divides the logits, in the sampler and in the learner alike."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling; must stay 1 in training."""
+    """Nucleus sampling; 1 in training, unless the support is recorded."""
     top_k: NonNegative = 0
-    """Keep the k most likely tokens, 0 = all; must stay 0 in training."""
+    """Keep the k most likely tokens, 0 = all; 0 in training, unless the support is recorded."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Drop tokens less likely than this share of the most likely one; must stay 0 in training."""
+    """Drop tokens less likely than this share of the most likely one; 0 in training, unless the support is recorded."""
     min_tokens: NonNegative = 0
-    """No stop token before so many others; must stay 0 in training."""
+    """No stop token before so many others; 0 in training, unless the support is recorded."""
+    record_support: bool = False
+    """Keep the tokens that were allowed at each draw, and have the learner renormalize over them; then the four
+    settings above are free."""
     slots: Positive = 512
     """Sequences that decode together; each holds a slot of the cache."""
     deadline_seconds: Annotated[float, Field(gt=0)] = 1800.0
@@ -232,27 +231,6 @@ class LearnerConfig(Section):
     micro_batch_tokens: Positive = 4096
     """Most rows of a micro-batch; a longer sequence is a micro-batch of its own. Bounds memory, never the result."""
     optimizer: OptimizerConfig = OptimizerConfig()
-
-
-class AlgorithmConfig(Section):
-    """GRPO with DAPO's clip-higher and token-level loss."""
-
-    prompts_per_step: Annotated[int, Field(ge=1, le=1_000_000)] = 32
-    """Problems sampled in a step."""
-    samples_per_prompt: Annotated[int, Field(ge=2, le=100_000)] = 8
-    """Responses to each problem; they form the group that rewards are compared in."""
-    prompts_per_update: Positive = 32
-    """Problems of one optimizer update (a mini-batch); must divide `prompts_per_step`."""
-    norm_by_std: bool = True
-    """Divide advantages by the group's standard deviation; false is Dr. GRPO."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio of probabilities is clipped below at `1 - clip_low`."""
-    clip_high: Annotated[float, Field(gt=0, le=1e3)] = 0.28
-    """The ratio of probabilities is clipped above at `1 + clip_high`."""
-    mask_truncated: bool = False
-    """Learn nothing from responses that were cut at the limit."""
-    renormalize_after_mask: bool = False
-    """Take masked tokens out of the denominator of the loss too."""
 
 
 class EvaluationConfig(Section):
@@ -356,11 +334,13 @@ class RunConfig(Section):
         algorithm, rollout = self.algorithm, self.rollout
         if "train" in self.data.evaluation:
             raise ValueError("data.evaluation.train: an evaluation set cannot be called `train`; choose another name")
-        if algorithm.prompts_per_step % algorithm.prompts_per_update:
-            raise ValueError(
-                f"algorithm.prompts_per_update={algorithm.prompts_per_update} does not divide "
-                f"algorithm.prompts_per_step={algorithm.prompts_per_step}"
-            )
+        if isinstance(algorithm.sampling, OverSampling):
+            cutoff = algorithm.sampling.cutoff_tokens
+            if cutoff > rollout.max_response_tokens:
+                raise ValueError(
+                    f"algorithm.sampling.cutoff_tokens={cutoff} is more than "
+                    f"rollout.max_response_tokens={rollout.max_response_tokens}"
+                )
         limits = {
             "rollout.max_response_tokens": rollout.max_response_tokens,
             "evaluation.max_response_tokens": self.evaluation.max_response_tokens,
@@ -372,11 +352,31 @@ class RunConfig(Section):
                     f"{key}={limit}"
                 )
         for key, neutral in {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}.items():
-            if getattr(rollout, key) != neutral:
+            if getattr(rollout, key) != neutral and not rollout.record_support:
                 raise ValueError(
-                    f"rollout.{key}={getattr(rollout, key)} cannot be trained on: the learner would have to know which "
-                    f"tokens were allowed; use rollout.{key}={neutral}"
+                    f"rollout.{key}={getattr(rollout, key)} cannot be trained on unless the learner knows which "
+                    f"tokens were allowed; use rollout.record_support=true, or rollout.{key}={neutral}"
                 )
         if self.reward.wrong >= self.reward.right:
             raise ValueError(f"reward.wrong={self.reward.wrong} must be smaller than reward.right={self.reward.right}")
+        self._check_rewards()
         return self
+
+    def _check_rewards(self) -> None:
+        """Some advantages are formulas for rewards of a certain kind, and would be wrong for others."""
+        advantage, reward = self.algorithm.advantage, self.reward
+        penalties = {
+            "reward.overlong.buffer_tokens": reward.overlong.buffer_tokens > 0,
+            "algorithm.kl.place=reward": self.algorithm.kl.place == "reward",
+        }
+        penalty = next((key for key, on in penalties.items() if on), None)
+        if isinstance(advantage, MaxrlAdvantage | PassAtKAdvantage) and penalty is not None:
+            raise ValueError(
+                f"algorithm.advantage.name={advantage.name} knows right and wrong alone, and {penalty} is a penalty "
+                "between them; switch it off, or choose another advantage"
+            )
+        if isinstance(advantage, MaxrlAdvantage) and reward.wrong != 0:
+            raise ValueError(
+                f"algorithm.advantage.name=maxrl divides by the mean reward, so that wrong answers must earn "
+                f"nothing: use reward.wrong=0, not {reward.wrong}"
+            )

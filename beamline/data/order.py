@@ -1,4 +1,4 @@
-"""Which problems a step trains on: a function of the seed and the step alone, so that a resumed run goes on exactly."""
+"""Which problems a run draws next: a function of the seed and of how many it drew before, so that resuming is exact."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -23,33 +23,39 @@ class Part:
     problems: int
 
 
-def problem_indices(seed: int, step: int, per_step: int, problems: int) -> NDArray[np.int64]:
-    """Indices ``[per_step]`` of the problems of a step (steps count from 1).
+def problem_indices(
+    seed: int, first: int, count: int, problems: int, difficulties: Sequence[float] = ()
+) -> NDArray[np.int64]:
+    """Indices ``[count]`` of the problems that are drawn after the first ``first``.
 
-    The training set is passed through in a new random order every epoch; a step that crosses the border takes the
-    rest of one epoch and the beginning of the next, so nothing is skipped. A problem can appear twice in a step only
-    when the step is larger than what is left of an epoch.
+    The training set is passed through in a new random order every epoch; what crosses the border takes the rest of one
+    epoch and the beginning of the next, so nothing is skipped. A problem can be drawn twice at once only when there is
+    more to draw than what is left of an epoch. With ``difficulties`` (one a problem) every epoch begins with the
+    smallest, and problems of equal difficulty are in that epoch's random order.
     """
-    first = (step - 1) * per_step
-    return _taken(seed, (), np.arange(first, first + per_step), problems)
+    return _taken(seed, (), np.arange(first, first + count), problems, difficulties)
 
 
-def mixed_indices(seed: int, step: int, per_step: int, parts: Sequence[Part]) -> NDArray[np.int64]:
-    """Indices ``[per_step]`` of the problems of a step, into the problems of all parts one after the other.
+def mixed_indices(
+    seed: int, first: int, count: int, parts: Sequence[Part], difficulties: Sequence[float] = ()
+) -> NDArray[np.int64]:
+    """Indices ``[count]`` of the problems that are drawn after the first ``first``, into those of all parts in a row.
 
-    Every part is passed through as a set of its own is, in an order that depends on its name and no other part;
-    :func:`turns` says whose turn it is.
+    Every part is passed through as a set of its own is, in an order that depends on its name and no other part, and
+    with ``difficulties`` (one a problem, of all parts in a row) its easy ones first. :func:`turns` says whose turn it
+    is.
     """
     places: dict[int, list[int]] = defaultdict(list)  # of each part: which of its draws
-    order = list(islice(turns([part.weight for part in parts], (step - 1) * per_step), per_step))
+    order = list(islice(turns([part.weight for part in parts], first), count))
     for part, nth in order:
         places[part].append(nth)
     starts = list(accumulate((part.problems for part in parts), initial=0))
-    drawn = {
-        i: iter(starts[i] + _taken(seed, (parts[i].name,), np.array(nths), parts[i].problems))
-        for i, nths in places.items()
-    }
-    return np.array([next(drawn[part]) for part, _ in order])
+    drawn = {}
+    for i, nths in places.items():
+        start, stop = starts[i : i + 2]
+        own = _taken(seed, (parts[i].name,), np.array(nths), parts[i].problems, difficulties[start:stop])
+        drawn[i] = iter(start + own)
+    return np.array([next(drawn[part]) for part, _ in order], dtype=np.int64)
 
 
 def turns(weights: Sequence[Fraction], first: int) -> Iterator[tuple[int, int]]:
@@ -71,10 +77,22 @@ def turns(weights: Sequence[Fraction], first: int) -> Iterator[tuple[int, int]]:
         place += 1
 
 
-def _taken(seed: int, part: tuple[str, ...], places: NDArray[np.int64], problems: int) -> NDArray[np.int64]:
+def _taken(
+    seed: int, part: tuple[str, ...], places: NDArray[np.int64], problems: int, difficulties: Sequence[float]
+) -> NDArray[np.int64]:
     """The problems at some places of endless passes through all of them."""
-    orders = {int(epoch): _permutation(seed, part, int(epoch), problems) for epoch in np.unique(places // problems)}
-    return np.array([orders[int(place // problems)][place % problems] for place in places])
+    orders = {
+        int(epoch): _pass(seed, part, int(epoch), problems, difficulties) for epoch in np.unique(places // problems)
+    }
+    return np.array([orders[int(place // problems)][place % problems] for place in places], dtype=np.int64)
+
+
+def _pass(
+    seed: int, part: tuple[str, ...], epoch: int, problems: int, difficulties: Sequence[float]
+) -> NDArray[np.int64]:
+    """The order of one epoch: a shuffle, then easy ones first where difficulties are given."""
+    shuffled = _permutation(seed, part, epoch, problems)
+    return shuffled[np.argsort(np.array(difficulties)[shuffled], kind="stable")] if difficulties else shuffled
 
 
 def _permutation(seed: int, part: tuple[str, ...], epoch: int, problems: int) -> NDArray[np.int64]:

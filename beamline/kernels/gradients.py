@@ -12,7 +12,7 @@ from beamline.kernels.attention import BLOCK, key_at, whole_blocks
 from beamline.kernels.compiled import kernel
 from beamline.kernels.linear import product
 from beamline.kernels.rows import exponentials, inverse_rms
-from beamline.kernels.vocabulary import soft_cap, temper
+from beamline.kernels.vocabulary import restrict, soft_cap, temper
 
 _ONE = np.float32(1)
 
@@ -162,16 +162,20 @@ def gather_rows(drows: Any, place: Any, choices: int, dx: Any) -> None:
 
 
 @kernel
-def score_rows_gradient(logits: Any, cap: float, targets: Any, temperature: Any, dlogprobs: Any) -> None:
+def score_rows_gradient(
+    logits: Any, cap: float, targets: Any, temperature: Any, ids: Any, borders: Any, dlogprobs: Any
+) -> None:
     """Overwrite logits ``[rows, V]``, not capped yet, by the gradient of their targets' log-probabilities.
 
-    ``(onehot(y) - softmax(l)) / T * (1 - (l T / cap)^2)`` with ``l = cap tanh(z / cap) / T``.
+    ``(onehot(y) - softmax(l)) / T * (1 - (l T / cap)^2)`` with ``l = cap tanh(z / cap) / T``, the softmax over the
+    tokens ``ids[borders[i]:borders[i + 1]]`` of row i, or over all if there are none; 0 for the others.
     """
     V = logits.shape[1]
     probs, limit = np.empty(V, np.float32), np.float32(cap)
     for i in range(len(logits)):
         row = logits[i]
         soft_cap(row, cap)
+        restrict(row, ids[borders[i] : borders[i + 1]], probs)
         _, mass, _ = temper(row, temperature[i], probs)
         scale = dlogprobs[i] / temperature[i]
         share = scale / mass

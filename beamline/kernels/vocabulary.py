@@ -10,6 +10,9 @@ from beamline.kernels.arithmetic import dot, exp, tanh, total
 from beamline.kernels.compiled import kernel
 
 _LOWEST = np.float32(-np.inf)
+# The logit of a token that is not allowed: at every temperature its exponential is exactly 0, as that of minus infinity
+# would be, but 0 times it, or times its square, is 0 too.
+_BARRED = np.float32(-1e15)
 
 
 @kernel
@@ -37,13 +40,28 @@ def temper(row: Any, temperature: Any, probs: Any) -> tuple[Any, Any, Any]:
 
 
 @kernel
-def score_rows(logits: Any, targets: Any, temperature: Any, probs: Any, logprobs: Any, entropies: Any) -> None:
+def restrict(row: Any, allowed: Any, scratch: Any) -> None:
+    """Leave only the tokens ``allowed`` a chance, or all if there are none; ``scratch [V]`` is overwritten."""
+    if len(allowed) > 0:
+        for i in range(len(allowed)):
+            scratch[i] = row[allowed[i]]
+        row[:] = _BARRED
+        for i in range(len(allowed)):
+            row[allowed[i]] = scratch[i]
+
+
+@kernel
+def score_rows(
+    logits: Any, targets: Any, temperature: Any, ids: Any, borders: Any, probs: Any, logprobs: Any, entropies: Any
+) -> None:
     """Log-probability of each row's target, and entropy of its distribution; capped logits are overwritten.
 
+    Row i is renormalized over the tokens ``ids[borders[i]:borders[i + 1]]``, or over all if there are none.
     ``H = log(sum) - sum(p (l - largest)) / sum`` for ``p = exp(l - largest)``.
     """
     for i in range(len(logits)):
         row = logits[i]
+        restrict(row, ids[borders[i] : borders[i + 1]], probs)
         largest, mass, log_total = temper(row, temperature[i], probs)
         logprobs[i] = logprob(row, targets[i], largest, log_total)
         for v in range(len(row)):
@@ -84,10 +102,13 @@ def sample(row: Any, order: Any, probs: Any, uniform: Any, temperature: Any, top
 
     A temperature of 0 takes the most likely token, with log-probability 0. Filters apply to the tempered distribution
     in the order min-p, top-k, top-p (vLLM's), each to the renormalized result of the one before it. For them ``order``
-    has the tokens with the largest logit first.
+    has the tokens with the largest logit first. ``probs`` are above 0 for the tokens that could be drawn.
     """
     if temperature == 0:
-        return np.argmax(row), np.float32(0)
+        token = np.argmax(row)
+        probs[:] = 0
+        probs[token] = 1
+        return token, np.float32(0)
     largest, _, log_total = temper(row, temperature, probs)
     if top_k > 0 or top_p < 1 or min_p > 0:
         _filter(probs, order, top_p, top_k, min_p)
@@ -99,14 +120,29 @@ def sample(row: Any, order: Any, probs: Any, uniform: Any, temperature: Any, top
 @kernel
 def sample_rows(
     logits: Any, orders: Any, uniforms: Any, temperature: Any, top_p: Any, top_k: Any, min_p: Any,
-    probs: Any, tokens: Any, logprobs: Any,
+    probs: Any, tokens: Any, logprobs: Any, recorded: Any, ids: Any, borders: Any,
 ) -> None:  # fmt: skip
-    """:func:`sample` for each row. ``orders`` has a row for each or, where no row is filtered, none."""
+    """:func:`sample` for each row. ``orders`` has a row for each or, where no row is filtered, none.
+
+    The tokens that could be drawn in a ``recorded`` row i are written to ``ids[borders[i]:borders[i + 1]]``, by rising
+    id; ``ids`` has room for V tokens of each such row, and ``borders [rows + 1]`` begins with 0.
+    """
     for i in range(len(logits)):
         order = orders[i] if len(orders) else orders.reshape(-1)
         tokens[i], logprobs[i] = sample(
             logits[i], order, probs, uniforms[i], temperature[i], top_p[i], top_k[i], min_p[i]
         )
+        borders[i + 1] = _record(probs, ids, borders[i]) if recorded[i] else borders[i]
+
+
+@kernel
+def _record(probs: Any, ids: Any, at: int) -> int:
+    """Write the tokens whose probability is above 0 from ``at`` on; returns where they end."""
+    for v in range(len(probs)):
+        if probs[v] > 0:
+            ids[at] = v
+            at += 1
+    return at
 
 
 @kernel

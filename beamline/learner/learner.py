@@ -7,6 +7,7 @@ from typing import Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from beamline.algorithms.diagnostics import Compared, Learned, joined, mismatch_statistics, policy_statistics
 from beamline.algorithms.loss import LossConfig
 from beamline.checkpoint.shards import ShardReader, ShardWriter
 from beamline.model.layout import Layout, WeightKind
@@ -36,37 +37,52 @@ Prepared = TypeVar("Prepared", bound=PreparedBatch)
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What an update did.
+    """What an update did. A skipped update has no gradient norm, and nothing that it learned from.
 
-    ``metrics`` are means over ``tokens`` (maxima when the name ends in ``_max``), named as in ``docs/metrics.md``; a
-    skipped update has no gradient norm.
+    ``counted_tokens`` are the response tokens of all graded sequences, ``kept_tokens`` those that no mask left out.
+    ``compared`` is None where the learner's log-probabilities under the weights that sampled are not known.
     """
 
-    skipped: bool
-    tokens: int
     loss: float
     grad_norm: float | None
     lr: float
-    metrics: dict[str, float]
+    counted_tokens: int
+    kept_tokens: int
+    compared: Compared | None
+    learned: Learned | None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether there was nothing to learn from, so that no update was made."""
+        return self.learned is None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the update learned from."""
+        return 0 if self.learned is None else len(self.learned.logprobs)
 
 
-def update_statistics(updates: Sequence[StepStats]) -> dict[str, float]:
-    """The ``policy/`` and ``mismatch/`` metrics of a step: means of its updates weighted by their tokens.
+def update_statistics(updates: Sequence[StepStats], response_limit: int) -> dict[str, float]:
+    """The ``policy/``, ``mismatch/`` and ``correction/`` metrics of a step, over the tokens of all updates together.
 
-    Maxima stay maxima; loss and gradient norm are means over updates; the rate is that of the last update. A step
-    whose updates were all skipped has none of them.
+    Loss and gradient norm are means over updates; the rate is that of the last update. A step whose updates were all
+    skipped has none of these, but may have been compared with the sampler all the same.
     """
-    made = [update for update in updates if not update.skipped]
-    if not made:
+    if not updates:
         return {}
-    metrics = {"policy/lr": made[-1].lr}
-    weights = np.array([update.tokens for update in made], dtype=np.float64)
-    for name in made[0].metrics:
-        values = np.array([update.metrics[name] for update in made])
-        metrics[name] = float(values.max() if name.endswith("_max") else (values * weights).sum() / weights.sum())
-    norms = [update.grad_norm for update in made if update.grad_norm is not None]
-    metrics["policy/grad_norm"] = float(np.mean(norms))
-    metrics["policy/loss"] = float(np.mean([update.loss for update in made]))
+    metrics: dict[str, float] = {
+        "policy/counted_tokens": sum(update.counted_tokens for update in updates),
+        "policy/kept_tokens": sum(update.kept_tokens for update in updates),
+    }
+    compared = [update.compared for update in updates if update.compared is not None]
+    if compared:
+        metrics |= mismatch_statistics(joined(compared), response_limit)
+    made = [update for update in updates if not update.skipped]
+    if made:
+        metrics |= policy_statistics(joined([update.learned for update in made if update.learned is not None]))
+        metrics["policy/lr"] = made[-1].lr
+        metrics["policy/grad_norm"] = float(np.mean([update.grad_norm for update in made]))
+        metrics["policy/loss"] = float(np.mean([update.loss for update in made]))
     return metrics
 
 
@@ -77,22 +93,30 @@ class Learner(Protocol[Prepared]):
         self,
         batch: Sequence[Experience],
         outputs: Collection[Literal["logprobs", "entropy", "values"]],
-        adapters: bool = True,
+        weights: Literal["policy", "reference"] = "policy",
     ) -> Outputs:
-        """Evaluate sequences with the current weights, at each sequence's own sampling temperature.
+        """Evaluate sequences at each one's own sampling temperature.
+
+        The reference is the model that training began with: a frozen copy, or the base without its adapters.
 
         Raises:
-            ValueError: an output that this model cannot give.
+            ValueError: an output that this model cannot give, or no reference was asked for when it was built.
         """
 
     def prepare(self, batch: Sequence[Experience], loss: LossConfig) -> Prepared:
-        """Once a mini-batch: plan micro-batches, compute old log-probabilities, keep-masks and denominators."""
+        """Once a mini-batch: compute what the decisions take, decide masks and weights, plan micro-batches.
+
+        Raises:
+            ValueError: a log-probability that a correction or the loss compares with is missing.
+        """
 
     def step(self, prepared: Prepared) -> StepStats:
         """Sum gradients over micro-batches and ranks, then update once.
 
         Raises:
-            FloatingPointError: the loss or the gradient is not finite; weights and optimizer are unchanged.
+            FloatingPointError: the loss or the gradient is not finite.
+            GuardError: the first update of the process does not look as it must.
+                After either, weights and optimizer are unchanged.
         """
 
     def layout(self, kind: WeightKind) -> Layout:

@@ -3,8 +3,11 @@
 from collections.abc import Iterator
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from beamline.records.sampling import Support
 
 
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
@@ -19,18 +22,48 @@ def head_logprobs(
     temperature_N: Tensor,
     cap: float | None,
     chunk_rows: int,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each row's target and entropy of its distribution, both ``[N]`` float32.
 
     Logits come from the given precision with float32 output, are never rounded, then soft-capped, then divided by
-    the temperature. Each chunk is recomputed in the backward pass. The entropy carries no gradient.
+    the temperature. Each row is normalized over the tokens of its entry of ``support``; a row whose entry is empty, and
+    every row without a support, over the vocabulary. Each chunk is recomputed in the backward pass. The entropy carries
+    no gradient.
+
+    Raises:
+        ValueError: the support is that of other rows.
     """
     head = cast(Any, _Head)  # torch does not type `apply`
-    return cast(tuple[Tensor, Tensor], head.apply(hidden_ND, weight_VD, target_N, temperature_N, cap, chunk_rows))
+    tensors = hidden_ND, weight_VD, target_N, temperature_N
+    return cast(tuple[Tensor, Tensor], head.apply(*tensors, cap, chunk_rows, aligned(support, target_N)))
+
+
+def aligned(support: Support | None, target_N: Tensor) -> Support:
+    """The support of the rows of these targets, which restricts none of them if there is none.
+
+    Raises:
+        ValueError: it has another number of rows, or a target is not among the tokens that could be drawn.
+    """
+    if support is None:
+        return Support.unrestricted(len(target_N))
+    if len(support) != len(target_N):
+        raise ValueError(f"the support of {len(support)} rows was given for {len(target_N)} rows")
+    targets = target_N.cpu().numpy()
+    wrong = np.flatnonzero(~support.allows(targets))
+    if len(wrong):
+        raise ValueError(
+            f"the support of {len(wrong)} of {len(support)} rows lacks their token, first that of row {wrong[0]} "
+            f"(token {targets[wrong[0]]}): was it recorded for other rows?"
+        )
+    return support
 
 
 class _Head(torch.autograd.Function):
-    """``d log p(y) / dz = (onehot(y) - softmax(l)) / T * (1 - tanh(z / cap)^2)`` with ``l = cap tanh(z / cap) / T``."""
+    """``d log p(y) / dz = (onehot(y) - softmax(l)) / T * (1 - tanh(z / cap)^2)`` with ``l = cap tanh(z / cap) / T``.
+
+    The softmax of a restricted row is over its support, and 0 for the other tokens.
+    """
 
     @staticmethod
     def forward(
@@ -41,13 +74,14 @@ class _Head(torch.autograd.Function):
         temperature_N: Tensor,
         cap: float | None,
         chunk_rows: int,
+        support: Support,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden_ND, weight_VD, target_N, temperature_N)
-        ctx.cap, ctx.chunk_rows = cap, chunk_rows
+        ctx.cap, ctx.chunk_rows, ctx.support = cap, chunk_rows, support
         logprob_N, entropy_N = (hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32) for _ in range(2))
         for rows in _chunks(len(hidden_ND), chunk_rows):
             logits = soft_cap(hidden_ND[rows].float() @ weight_VD.float().T, cap) / temperature_N[rows, None]
-            logprobs = torch.log_softmax(logits, dim=-1)
+            logprobs = torch.log_softmax(_restricted(logits, support, rows), dim=-1)
             logprob_N[rows] = logprobs.gather(1, target_N[rows, None]).squeeze(1)
             entropy_N[rows] = -(logprobs.exp() * logprobs).sum(-1)
         ctx.mark_non_differentiable(entropy_N)
@@ -61,13 +95,30 @@ class _Head(torch.autograd.Function):
             hidden, weight = hidden_ND[rows].float(), weight_VD.float()
             capped = soft_cap(hidden @ weight.T, ctx.cap)
             scale = (grad_N[rows] / temperature_N[rows])[:, None]
-            grad = torch.softmax(capped / temperature_N[rows, None], dim=-1).mul_(-scale)
+            logits = _restricted(capped / temperature_N[rows, None], ctx.support, rows)
+            grad = torch.softmax(logits, dim=-1).mul_(-scale)
             grad.scatter_add_(1, target_N[rows, None], scale)
             if ctx.cap is not None:
                 grad.mul_(1 - (capped / ctx.cap).square_())
             hidden_grad[rows] = grad @ weight
             weight_grad += grad.T @ hidden
-        return hidden_grad, weight_grad.to(weight_VD.dtype), None, None, None, None
+        return hidden_grad, weight_grad.to(weight_VD.dtype), None, None, None, None, None
+
+
+def _restricted(logits: Tensor, support: Support, rows: slice) -> Tensor:
+    """Logits of some rows, those of tokens that could not be drawn as low as float32 goes.
+
+    Their probability is exactly 0, and so is its product with their log-probability, unlike with minus infinity.
+    """
+    borders = support.borders[rows.start : rows.stop + 1]
+    sizes = np.diff(borders)
+    if not sizes.any():
+        return logits
+    ids = support.ids[borders[0] : borders[-1]].astype(np.int64)
+    indices = (torch.from_numpy(index).to(logits.device) for index in (np.repeat(np.arange(len(sizes)), sizes), ids))
+    allowed = torch.from_numpy(sizes == 0).to(logits.device)[:, None].repeat(1, logits.shape[1])
+    allowed[tuple(indices)] = True
+    return logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
 
 
 def _chunks(rows: int, chunk_rows: int) -> Iterator[slice]:

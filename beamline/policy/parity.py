@@ -23,7 +23,9 @@ from beamline.kernels import attention as attention_kernels
 from beamline.kernels import experts, gradients, linear, rows, vocabulary
 from beamline.kernels.parallel import over_items, over_rows
 from beamline.policy.attention import Packing
+from beamline.policy.head import aligned
 from beamline.policy.positions import Floats, position_tables, rope_theta
+from beamline.records.sampling import Support
 
 T = TypeVar("T")
 
@@ -86,10 +88,17 @@ def hidden_states(module: nn.Module, input_ids_N: Tensor, position_ids_N: Tensor
 
 
 def head_logprobs(
-    hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature_N: Tensor, cap: float, chunk_rows: int
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    target_N: Tensor,
+    temperature_N: Tensor,
+    cap: float,
+    chunk_rows: int,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each row's target and entropy of its distribution; see :func:`head.head_logprobs`."""
-    return cast(tuple[Tensor, Tensor], _apply(_Head, hidden_ND, weight_VD, target_N, temperature_N, cap, chunk_rows))
+    tensors = hidden_ND, weight_VD, target_N, temperature_N
+    return cast(tuple[Tensor, Tensor], _apply(_Head, *tensors, cap, chunk_rows, aligned(support, target_N)))
 
 
 @lru_cache(maxsize=4)
@@ -394,10 +403,10 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, temperature_N: Tensor, cap: float,
-        chunk_rows: int,
+        chunk_rows: int, support: Support,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(hidden_ND, weight_VD, target_N, temperature_N)
-        ctx.cap, ctx.chunk_rows = cap, chunk_rows
+        ctx.cap, ctx.chunk_rows, ctx.support = cap, chunk_rows, support
         hidden, w, targets, temperature = (_array(x) for x in (hidden_ND, weight_VD.T, target_N, temperature_N))
         N, V = len(hidden), w.shape[1]
         logprobs, entropies = _new(N), _new(N)
@@ -406,8 +415,8 @@ class _Head(torch.autograd.Function):
             logits = _new(b - a, V)
             linear.multiply(hidden[a:b], w, logits)
             vocabulary.soft_cap(logits.reshape(-1), cap)
-            vocabulary.score_rows(logits, targets[a:b], temperature[a:b], _new(V), logprobs[a:b],
-                                  entropies[a:b])  # fmt: skip
+            vocabulary.score_rows(logits, targets[a:b], temperature[a:b], support.ids, support.borders[a : b + 1],
+                                  _new(V), logprobs[a:b], entropies[a:b])  # fmt: skip
 
         _over_rows(N, work, min(chunk_rows, _ROWS))
         entropy_N = torch.from_numpy(entropies)
@@ -421,22 +430,27 @@ class _Head(torch.autograd.Function):
             _array(x) for x in (hidden_ND, weight_VD.T, target_N, temperature_N, grad_N)
         )
         hidden_grad, weight_grad = torch.empty_like(hidden_ND), torch.zeros_like(weight_VD)
+        ids, borders = ctx.support.ids, ctx.support.borders
         for start in range(0, len(hidden), ctx.chunk_rows):
-            part = slice(start, start + ctx.chunk_rows)
-            logits = _logit_gradient(hidden[part], w, ctx.cap, targets[part], temperature[part], grad[part])
+            part, ends = slice(start, start + ctx.chunk_rows), slice(start, start + ctx.chunk_rows + 1)
+            logits = _logit_gradient(
+                hidden[part], w, ctx.cap, targets[part], temperature[part], ids, borders[ends], grad[part]
+            )
             hidden_grad[part] = logits @ weight_VD
             weight_grad += logits.T @ hidden_ND[part]
-        return hidden_grad, weight_grad, None, None, None, None
+        return hidden_grad, weight_grad, None, None, None, None, None
 
 
 def _logit_gradient(
-    hidden: Floats, w: Floats, cap: float, targets: NDArray[Any], temperature: Floats, grad: Floats
-) -> Tensor:
+    hidden: Floats, w: Floats, cap: float, targets: NDArray[Any], temperature: Floats, ids: NDArray[np.int32],
+    borders: NDArray[np.int64], grad: Floats,
+) -> Tensor:  # fmt: skip
     logits = _new(len(hidden), w.shape[1])
 
     def work(a: int, b: int) -> None:
         linear.multiply(hidden[a:b], w, logits[a:b])
-        gradients.score_rows_gradient(logits[a:b], cap, targets[a:b], temperature[a:b], grad[a:b])
+        gradients.score_rows_gradient(logits[a:b], cap, targets[a:b], temperature[a:b], ids, borders[a : b + 1],
+                                      grad[a:b])  # fmt: skip
 
     _over_rows(len(hidden), work)
     return torch.from_numpy(logits)

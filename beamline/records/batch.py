@@ -7,15 +7,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beamline.records.rollout import Rollout
+from beamline.records.sampling import Support
 
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """A rollout to learn from. ``trained=False`` keeps it in no loss and no denominator (ungraded, filtered)."""
+    """A rollout to learn from. ``trained=False`` keeps it in no loss and no denominator (ungraded, filtered).
+
+    ``group`` numbers the group within the mini-batch: its samples answer one problem.
+    """
 
     rollout: Rollout
     advantage: float
     trained: bool = True
+    group: int = 0
 
     @property
     def rows(self) -> int:
@@ -28,7 +33,8 @@ class Batch:
     """Packed sequences; every per-token array is indexed by the row that *predicts* the token.
 
     A sequence of S tokens gives S - 1 rows: ``input_ids = ids[:-1]`` and ``target_ids = ids[1:]``. Positions restart
-    at 0 in each sequence, and rows ``cu_seqlens_B1[b]:cu_seqlens_B1[b + 1]`` belong to sequence b.
+    at 0 in each sequence, and rows ``cu_seqlens_B1[b]:cu_seqlens_B1[b + 1]`` belong to sequence b. ``support_N`` says
+    which tokens could be drawn as the target of each row (empty = all); it is None when no sequence recorded any.
     """
 
     input_ids_N: NDArray[np.int64]
@@ -40,11 +46,16 @@ class Batch:
     sampler_logprobs_N: NDArray[np.float32]
     temperature_B: NDArray[np.float32]
     routes_NLK: NDArray[np.unsignedinteger] | None
+    support_N: Support | None = None
 
     @property
     def rows(self) -> int:
         """Number of packed rows, ``N``."""
         return len(self.input_ids_N)
+
+    def support_of(self, rows: NDArray[np.int64]) -> Support | None:
+        """What could be drawn as the targets of some rows, in the order given; None when nothing was recorded."""
+        return None if self.support_N is None else self.support_N.take(rows)
 
 
 def pack(experiences: Sequence[Experience]) -> Batch:
@@ -74,4 +85,19 @@ def pack(experiences: Sequence[Experience]) -> Batch:
         sampler_logprobs_N=np.concatenate([r.logprobs[1:] for r in rollouts]),
         temperature_B=np.array([r.temperature for r in rollouts], dtype=np.float32),
         routes_NLK=np.concatenate(with_routes) if with_routes else None,
+        support_N=_support(rollouts),
+    )
+
+
+def _support(rollouts: Sequence[Rollout]) -> Support | None:
+    """That of every row; a sequence without a recorded support has empty entries."""
+    if all(rollout.support is None for rollout in rollouts):
+        return None
+    return Support.joined(
+        [
+            Support.unrestricted(len(r.token_ids) - 1)
+            if r.support is None
+            else r.support.take(np.arange(1, len(r.token_ids)))
+            for r in rollouts
+        ]
     )

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beamline.records.problem import Problem
-from beamline.records.sampling import Finish, Key
+from beamline.records.sampling import Finish, Key, Support
 
 GradeStatus = Literal["graded", "timeout", "error"]
 
@@ -45,6 +45,7 @@ class Rollout:
     ``policy_mask [S]`` is true where the policy chose the token (the sampled stop token included).
     ``logprobs [S]`` is 0 and ``versions [S]`` is -1 wherever the mask is false.
     ``routes [S - 1, L, K]`` line up with the predicting row: row t holds the experts of token t.
+    ``support``, if it was recorded, has an entry for each of the S tokens, empty wherever the mask is false.
     """
 
     key: Key
@@ -57,6 +58,7 @@ class Rollout:
     finish: Finish
     temperature: float
     grade: Grade | None = None
+    support: Support | None = None
 
     @property
     def verdict(self) -> Grade | None:

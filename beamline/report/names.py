@@ -18,17 +18,45 @@ METRICS = (
     "train/well_formed_share",
     "train/groups_without_signal",
     "train/overlong_penalty_mean",
+    "train/kl_penalty_mean",
     "train/tokens",
+    "train/tokens_unjudged",
+    "train/sampling_rounds",
+    "train/groups_left_out",
+    "train/groups_missing",
     "mismatch/logprob_abs_diff_mean",
+    "mismatch/logprob_abs_diff_std",
+    "mismatch/logprob_abs_diff_p50",
+    "mismatch/logprob_abs_diff_p99",
     "mismatch/logprob_abs_diff_max",
     "mismatch/ratio_mean",
+    "mismatch/kl_k1",
+    "mismatch/kl_k3",
+    "mismatch/log_perplexity_abs_diff",
+    "mismatch/perplexity_ratio",
+    "mismatch/chi2_token",
+    "mismatch/chi2_sequence",
+    "mismatch/effective_sample_share",
+    "mismatch/probability_pearson",
+    "correction/dropped_share_veto",
+    "correction/dropped_share_sequence_mask",
+    "correction/dropped_share_weight",
+    "correction/capped_share",
+    "correction/kept_share",
+    "correction/kept_share_length_q<n>",
+    "correction/weight_mean",
+    "correction/weight_max",
+    "policy/counted_tokens",
+    "policy/kept_tokens",
     "policy/entropy",
+    "policy/entropy_position_q<n>",
     "policy/loss",
     "policy/grad_norm",
     "policy/lr",
     "policy/clip_share_low",
     "policy/clip_share_high",
     "policy/kl_old",
+    "policy/kl_reference",
     "policy/updates",
     "policy/skipped_updates",
     "eval/<set>/avg@<k>",
@@ -52,10 +80,13 @@ METRICS = (
     "timing/training_tokens_per_s",
     "memory/peak_bytes",
 )
-"""``<set>`` stands for the name of an evaluation set, ``<k>`` for its samples a problem: ``eval/arithmetic/avg@8``."""
+"""Places: ``<set>`` is the name of an evaluation set, ``<k>`` its samples a problem, ``<n>`` a quarter from 1 to 4."""
 
 _PATTERN = re.compile(
-    "|".join(re.escape(name).replace("<set>", "[^/]+").replace("<k>", r"[1-9]\d*") for name in METRICS)
+    "|".join(
+        re.escape(name).replace("<set>", "[^/]+").replace("<k>", r"[1-9]\d*").replace("<n>", "[1-4]")
+        for name in METRICS
+    )
 )
 
 

@@ -57,10 +57,10 @@ def load_data(config: RunConfig, chat: BeamChat) -> Data:
 
 
 def training_set(config: RunConfig, chat: BeamChat) -> ProblemSet:
-    """The training problems, or those of all parts of a mixture, without those that cannot be used.
+    """The training problems, or those of all parts of a mixture, without those that cannot be used, in their order.
 
     Raises:
-        DataError: the set, or a part of it, cannot be used.
+        DataError: the set, or a part of it, cannot be used, or a problem lacks the difficulty that it is ordered by.
     """
 
     def opened(name: str, source: Source) -> ProblemSet:
@@ -68,9 +68,11 @@ def training_set(config: RunConfig, chat: BeamChat) -> ProblemSet:
         return usable(loaded, chat, config.rollout.max_prompt_tokens, config.reward.grader)
 
     source = config.data.train
-    if not isinstance(source, MixtureSource):
-        return opened("train", source)
-    return mixture("train", [(opened(name, part.data), part.weight) for name, part in source.parts.items()])
+    if isinstance(source, MixtureSource):
+        train = mixture("train", [(opened(name, part.data), part.weight) for name, part in source.parts.items()])
+    else:
+        train = opened("train", source)
+    return train.easy_first() if config.data.order == "easy_first" else train
 
 
 def write_data_report(folder: Path, sets: Iterable[ProblemSet], overlap: Mapping[str, int] | None = None) -> None:

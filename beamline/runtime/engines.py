@@ -92,7 +92,8 @@ def build(config: RunConfig) -> Engines:
         ModelError: the model folder cannot be used.
     """
     module, channel = load_module(config), LocalChannel()
-    learner = TorchLearner(module, config.policy, config.learner, channel)
+    reference = None if config.algorithm.kl.place == "none" else load_module(config)
+    learner = TorchLearner(module, config.policy, config.learner, channel, reference)
     sampler = local_sampler(config, check_model(config), module, channel)
     return Engines(learner, sampler, plan(learner.layout("full"), sampler.layout("full")))
 

@@ -38,6 +38,7 @@ _FREE = (
     "data.allow_overlap",
     "reward.grading.workers",
     "rollout.deadline_seconds",
+    "algorithm.guard",
     "runtime",
 )
 
@@ -47,6 +48,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     updates: Annotated[int, msgspec.Meta(ge=0)]
     skipped_updates: Annotated[int, msgspec.Meta(ge=0)]
+    problems_drawn: Annotated[int, msgspec.Meta(ge=0)]
     environment: dict[str, str | int]
     problems: dict[str, str]
     config: dict[str, Any]
@@ -102,7 +104,7 @@ def environment(config: RunConfig) -> dict[str, str | int]:
 
 def fingerprints(sets: Iterable[ProblemSet]) -> dict[str, str]:
     """For each problem set, a hash of everything that a run takes from it."""
-    texts = {s.name: repr([(p.id, p.messages, p.answer) for p in s.problems]) for s in sets}
+    texts = {s.name: repr(([(p.id, p.messages, p.answer) for p in s.problems], s.difficulties)) for s in sets}
     return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 

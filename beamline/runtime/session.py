@@ -50,6 +50,8 @@ class Run:
     saved_step: int = -1
     updates: int = 0
     skipped_updates: int = 0
+    problems_drawn: int = 0
+    first_update: bool = True
     line: dict[str, float] = field(default_factory=dict)
     last_line_at: float = field(default_factory=time.perf_counter)
 
@@ -88,6 +90,7 @@ class Run:
         state = {
             "updates": self.updates,
             "skipped_updates": self.skipped_updates,
+            "problems_drawn": self.problems_drawn,
             "environment": environment(self.config),
             "problems": self.data.fingerprints(),
             "config": self.config.model_dump(mode="json"),
@@ -158,6 +161,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
                 saved_step=-1 if opened is None else step,
                 updates=0 if state is None else state.updates,
                 skipped_updates=0 if state is None else state.skipped_updates,
+                problems_drawn=0 if state is None else state.problems_drawn,
             )
             yield run
 
@@ -180,6 +184,7 @@ def _speeds(metrics: Mapping[str, float], spent: Mapping[str, float]) -> dict[st
         return {}
     learning = spent["timing/old_logprobs"] + spent["timing/update"]
     return {
-        "timing/sampling_tokens_per_s": metrics["train/tokens"] / spent["timing/sampling"],
+        "timing/sampling_tokens_per_s": (metrics["train/tokens"] + metrics["train/tokens_unjudged"])
+        / spent["timing/sampling"],
         "timing/training_tokens_per_s": metrics["train/tokens"] / learning,
     }

@@ -57,7 +57,7 @@ def _problem(terms: Sequence[int], level: int) -> Problem:
         messages=(Message("user", text),),
         answer=str(sum(terms)),
         source="arithmetic",
-        extra={"level": level, "terms": list(terms)},
+        extra={"level": level, "difficulty": level, "terms": list(terms)},
     )
 
 

@@ -45,7 +45,9 @@ class SamplerFactory(Protocol):
 
 
 class LearnerFactory(Protocol):
-    def __call__(self, module: nn.Module, micro_batch_tokens: int = ..., **optimizer: Any) -> Learner[Any]:
+    def __call__(
+        self, module: nn.Module, micro_batch_tokens: int = ..., *, reference: nn.Module | None = ..., **optimizer: Any
+    ) -> Learner[Any]:
         """A learner that starts from a module's weights; ``optimizer`` are fields of OptimizerConfig."""
 
 
@@ -73,11 +75,12 @@ def torch_learner(
     micro_batch_tokens: int = 4096,
     channel: LocalChannel | None = None,
     parity: bool = True,
+    reference: nn.Module | None = None,
     **optimizer: Any,
 ) -> TorchLearner:
     config = LearnerConfig(micro_batch_tokens=micro_batch_tokens, optimizer=OptimizerConfig(**optimizer))
     policy = PolicyConfig(head_chunk_rows=16, parity=parity)
-    return TorchLearner(module, policy, config, channel or LocalChannel())
+    return TorchLearner(module, policy, config, channel or LocalChannel(), reference)
 
 
 def torch_local(module: nn.Module, **optimizer: Any) -> PairBench:

@@ -13,12 +13,20 @@ from transformers import BeamForCausalLM
 
 from beamline.algorithms.loss import LossConfig
 from beamline.checkpoint import ShardReader, ShardWriter
-from beamline.learner.learner import Learner, StepStats
+from beamline.config.algorithm import AlgorithmConfig
+from beamline.learner.learner import Learner, StepStats, update_statistics
 from beamline.policy.weights import split_experts
 from beamline.records import Experience, Finish, Key, Rollout, Turn
 from tests.tiny_beam import VOCAB
 
-LOSS = LossConfig(clip_low=0.2, clip_high=0.28, mask_truncated=False, renormalize_after_mask=False, on_policy=True)
+LIMIT = 64
+LOSS = LossConfig(AlgorithmConfig(), response_limit=LIMIT, seed=0, on_policy=True)
+
+
+def loss_of(on_policy: bool = True, first: bool = False, **algorithm: Any) -> LossConfig:
+    """A loss with some settings of the section ``algorithm``, as a recipe would give them."""
+    return LossConfig(AlgorithmConfig.model_validate(algorithm), LIMIT, seed=0, on_policy=on_policy, first=first)
+
 
 _RATE, _EPS = 1e6, 1e3
 GRADIENT: dict[str, Any] = {"lr": _RATE, "eps": _EPS, "weight_decay": 0.0, "max_grad_norm": 1e9}
@@ -62,6 +70,11 @@ def untrained(sequence: Experience) -> Experience:
 
 def update(learner: Learner[Any], sequences: Sequence[Experience], loss: LossConfig = LOSS) -> StepStats:
     return learner.step(learner.prepare(sequences, loss))
+
+
+def metrics(stats: StepStats) -> dict[str, float]:
+    """What is reported of a step with this one update."""
+    return update_statistics([stats], LIMIT)
 
 
 def weights(learner: Learner[Any]) -> dict[str, NDArray[np.float64]]:
@@ -111,14 +124,18 @@ def written_gradient(
         logprobs = logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
         chosen = logprobs[torch.from_numpy(rollout.policy_mask[1:])]
         loss = loss - ((chosen - chosen.detach()).exp() * sequence.advantage).sum() / denominator
+    return named_gradients(plain, loss), loss.item()
+
+
+def named_gradients(plain: BeamForCausalLM, loss: torch.Tensor) -> dict[str, NDArray[np.float64]]:
+    """The gradient of a loss, under checkpoint names."""
     plain.zero_grad()
     loss.backward()
-    named = {
+    return {
         part: view.double().numpy()
         for name, parameter in plain.named_parameters()
         for part, view in split_experts(name, _gradient_of(parameter))
     }
-    return named, loss.item()
 
 
 def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """What every learner computes: the module's log-probabilities, the written loss, and one update of its gradient."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,8 @@ from tests.contract.learning import (
     assert_gradients_equal,
     batch,
     experience,
+    loss_of,
+    metrics,
     snapshot,
     untrained,
     update,
@@ -28,7 +29,7 @@ from tests.tiny_beam import beam_shape, evaluate, random_beam, reference, teache
 
 PLAIN = reference(random_beam())
 TOKENS = sum(e.rollout.response_tokens for e in batch())
-OLD = replace(LOSS, on_policy=False)
+OLD = loss_of(on_policy=False)
 
 
 def logprobs_of(sequence: Experience) -> np.ndarray:
@@ -68,7 +69,7 @@ def test_no_token_sees_another_sequence(learner_factory: LearnerFactory) -> None
     for sequence, logprobs in zip(batch(), together, strict=True):
         alone = learner.forward([sequence], ["logprobs"]).logprobs
         assert alone is not None
-        np.testing.assert_allclose(logprobs, alone[0], rtol=0, atol=5e-6)
+        np.testing.assert_allclose(logprobs, alone[0], rtol=1e-6, atol=5e-6)
 
 
 def test_forward_gives_what_was_asked_for_and_changes_nothing(learner_factory: LearnerFactory) -> None:
@@ -84,8 +85,8 @@ def test_an_output_that_the_model_cannot_give_is_an_error(learner_factory: Learn
     learner = learner_factory(random_beam())
     with pytest.raises(ValueError, match="value"):
         learner.forward(batch(), ["values"])
-    with pytest.raises(ValueError, match="adapters"):
-        learner.forward(batch(), ["logprobs"], adapters=False)
+    with pytest.raises(ValueError, match="reference"):
+        learner.forward(batch(), ["logprobs"], "reference")
 
 
 # The loss and its gradient
@@ -112,7 +113,7 @@ def test_the_cut_into_micro_batches_does_not_matter(
     cut, cut_stats = updated_gradient(learner, batch(), loss)
     assert_gradients_equal(cut, whole, 2e-6)
     assert cut_stats.loss == pytest.approx(stats.loss, abs=1e-6)
-    assert cut_stats.metrics == pytest.approx(stats.metrics, abs=1e-5)
+    assert metrics(cut_stats) == pytest.approx(metrics(stats), rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_the_denominator_counts_the_tokens_that_it_should(
     learner_factory: LearnerFactory, mask_truncated: bool, renormalize: bool
 ) -> None:
     """At a ratio of 1 the loss is the sum of -A over the tokens kept, divided by the denominator."""
-    loss = replace(LOSS, mask_truncated=mask_truncated, renormalize_after_mask=renormalize)
+    loss = loss_of(mask_truncated=mask_truncated, renormalize_after_mask=renormalize)
     kept = [e for e in batch() if not mask_truncated or e.rollout.finish == "stop"]
     kept_tokens = sum(e.rollout.response_tokens for e in kept)
     learner = learner_factory(random_beam())
@@ -159,9 +160,9 @@ def test_the_denominator_counts_the_tokens_that_it_should(
 def test_the_first_ratio_is_exactly_1(
     learner_factory: LearnerFactory, micro_batch_tokens: int, loss: LossConfig
 ) -> None:
-    metrics = update(learner_factory(random_beam(), micro_batch_tokens), batch(), loss).metrics
+    found = metrics(update(learner_factory(random_beam(), micro_batch_tokens), batch(), loss))
     names = ("policy/kl_old", "policy/clip_share_low", "policy/clip_share_high")
-    assert [metrics[name] for name in names] == [0.0, 0.0, 0.0]
+    assert [found[name] for name in names] == [0.0, 0.0, 0.0]
 
 
 def test_a_later_update_is_clipped_against_the_policy_before_the_first(learner_factory: LearnerFactory) -> None:
@@ -181,13 +182,14 @@ def test_a_later_update_is_clipped_against_the_policy_before_the_first(learner_f
     assert high.any()
     objective = np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.28) * advantage)
     assert stats.loss == pytest.approx(-objective.mean(), abs=1e-5)
-    assert stats.metrics["policy/kl_old"] == pytest.approx(-difference.mean(), abs=1e-5)
-    assert stats.metrics["policy/clip_share_low"] == pytest.approx(low.mean())
-    assert stats.metrics["policy/clip_share_high"] == pytest.approx(high.mean())
+    found = metrics(stats)
+    assert found["policy/kl_old"] == pytest.approx(-difference.mean(), abs=1e-5)
+    assert found["policy/clip_share_low"] == pytest.approx(low.mean())
+    assert found["policy/clip_share_high"] == pytest.approx(high.mean())
 
 
 def test_metrics_compare_the_sampler_with_the_policy_before_the_update(learner_factory: LearnerFactory) -> None:
-    metrics = update(learner_factory(random_beam(), micro_batch_tokens=40), batch()).metrics
+    found = metrics(update(learner_factory(random_beam(), micro_batch_tokens=40), batch()))
     sampler = chosen([e.rollout.logprobs[1:] for e in batch()], batch())
     difference = chosen([logprobs_of(e) for e in batch()], batch()).astype(np.float64) - sampler
     expected = {
@@ -196,7 +198,7 @@ def test_metrics_compare_the_sampler_with_the_policy_before_the_update(learner_f
         "mismatch/ratio_mean": np.exp(difference).mean(),
         "policy/entropy": chosen([entropy_of(e) for e in batch()], batch()).mean(),
     }
-    assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
 # The optimizer
@@ -275,10 +277,11 @@ def test_without_a_token_to_learn_from_nothing_happens(
     learner = learner_factory(random_beam(), lr=1e-3, warmup_updates=8)
     update(learner, batch())
     before = snapshot(learner)
-    prepared = learner.prepare(sequences, replace(LOSS, mask_truncated=True, on_policy=on_policy))
+    prepared = learner.prepare(sequences, loss_of(on_policy, mask_truncated=True))
     assert prepared.loss_tokens == 0
     stats = learner.step(prepared)
-    assert (stats.skipped, stats.tokens, stats.grad_norm, stats.metrics) == (True, 0, None, {})
+    assert (stats.skipped, stats.tokens, stats.grad_norm) == (True, 0, None)
+    assert not any(name in metrics(stats) for name in ("policy/lr", "policy/loss", "policy/entropy"))
     assert snapshot(learner) == before
     assert update(learner, batch()).lr == pytest.approx(2 / 8 * 1e-3)
 
@@ -306,7 +309,7 @@ def test_what_is_not_finite_is_not_learned(
     with pytest.raises(FloatingPointError, match="was not made"):
         update(learner, sequences)
     assert snapshot(learner) == before
-    assert update(learner, batch()) == update(spared, batch())
+    assert metrics(update(learner, batch())) == metrics(update(spared, batch()))
     assert snapshot(learner) == snapshot(spared)
 
 

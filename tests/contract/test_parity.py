@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from beamline.algorithms.loss import LossConfig
 from beamline.policy import parity
 from beamline.records import Completion, Experience, Request
 from beamline.rollout.collect import to_rollout
 from tests.contract.engines import PairBench, PairFactory, torch_learner, torch_local
-from tests.contract.learning import LOSS
+from tests.contract.learning import loss_of, metrics
 from tests.contract.sampling import requests, run
 from tests.tiny_beam import random_beam
 
@@ -65,11 +64,11 @@ def test_neither_the_cuts_nor_the_threads_matter(
 def test_the_mismatch_of_the_first_update_is_exactly_0(pair_factory: PairFactory, on_policy: bool) -> None:
     pair = pair_factory(random_beam(), lr=1e-2)
     batch = experiences(*sampled(pair))
-    loss = LossConfig(LOSS.clip_low, LOSS.clip_high, LOSS.mask_truncated, LOSS.renormalize_after_mask, on_policy)
+    loss = loss_of(on_policy)
     for version in (2, 3):
-        metrics = pair.learner.step(pair.learner.prepare(batch, loss)).metrics
-        assert metrics["mismatch/logprob_abs_diff_max"] == 0
-        assert metrics["mismatch/ratio_mean"] == 1
+        found = metrics(pair.learner.step(pair.learner.prepare(batch, loss)))
+        assert found["mismatch/logprob_abs_diff_max"] == 0
+        assert found["mismatch/ratio_mean"] == 1
         pair.sync(version)
         asked = requests()
         batch = experiences(asked, run(pair.sampler, asked))

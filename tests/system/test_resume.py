@@ -14,6 +14,7 @@ import pytest
 
 from beamline.algorithms.loss import LossConfig
 from beamline.checkpoint import CheckpointStore, files, verify
+from beamline.config.algorithm import AlgorithmConfig
 from beamline.config.schema import LearnerConfig, PolicyConfig
 from beamline.learner.torch import TorchLearner
 from beamline.report import metrics, read_metrics, read_rollouts, reproducible
@@ -124,7 +125,7 @@ def test_a_full_disk_at_any_operation_of_a_save_keeps_the_checkpoint_before() ->
 
         with failing_operation():
             old = save(before, step=1)
-        loss = LossConfig(0.2, 0.28, mask_truncated=False, renormalize_after_mask=False, on_policy=True)
+        loss = LossConfig(AlgorithmConfig(), response_limit=8, seed=0, on_policy=True)
         learner.step(learner.prepare([make_experience(rows=6, response=3)], loss))
         shutil.copytree(before, directory)
         with failing_operation() as disk:

@@ -6,13 +6,19 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from beamline.algorithms.loss import LossConfig, clipped_loss
+from beamline.algorithms.diagnostics import Compared, Learned, joined
+from beamline.algorithms.guards import GuardError, check_mismatch, check_ratio
+from beamline.algorithms.kl import kl_losses
+from beamline.algorithms.loss import LossConfig
+from beamline.algorithms.losses import Tokens, token_losses
 from beamline.checkpoint.shards import ShardReader, ShardWriter
+from beamline.config.algorithm import KlLoss
 from beamline.config.schema import LearnerConfig, PolicyConfig
 from beamline.learner.learner import Outputs, StepStats
-from beamline.learner.planning import contributing, denominator, micro_batches
+from beamline.learner.planning import Plan, Planned, evaluated, micro_batches, needs_old, plan, sampler_logprobs
 from beamline.learner.torch.optimizer import Optimizer
 from beamline.model.layout import Layout, TensorSlice, WeightKind
 from beamline.policy import attention, head, model, parity
@@ -21,15 +27,29 @@ from beamline.records import Batch, Experience, pack
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import TransferPlan
 
+Floats = NDArray[np.float32]
+
 
 @dataclass(frozen=True, slots=True)
 class _MicroBatch:
-    """A packed batch as tensors. ``old_logprobs`` are those of the trained rows, None when ``pi_old`` is ``pi``."""
+    """Planned sequences, packed, and their T trained tokens as tensors; ``rows_T`` are the rows that predict them.
+
+    ``weights_T`` weigh all losses of a token and ``corrections_T`` its policy loss. ``old_logprobs_T`` is None where
+    pi_old is pi. ``verified_logprobs_T`` are those of a pass before the update, where a guard asks for it.
+    """
 
     batch: Batch
-    packing: attention.Packing
-    trained: Tensor  # rows that carry loss
-    old_logprobs: Tensor | None = None
+    planned: Sequence[Planned]
+    rows_T: Tensor
+    sequence_T: Tensor
+    advantages_T: Tensor
+    weights_T: Tensor
+    corrections_T: Tensor
+    sampler_logprobs_T: Tensor
+    old_logprobs_T: Tensor | None
+    reference_logprobs_T: Tensor | None
+    selected_T: Tensor | None
+    verified_logprobs_T: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +57,13 @@ class TorchPrepared:
     """A mini-batch cut into micro-batches."""
 
     micro_batches: tuple[_MicroBatch, ...]
+    plan: Plan
     loss: LossConfig
-    denominator: int
 
     @property
     def loss_tokens(self) -> int:
         """Tokens that the update learns from."""
-        return sum(len(micro.trained) for micro in self.micro_batches)
+        return sum(len(micro.rows_T) for micro in self.micro_batches)
 
 
 class TorchLearner:
@@ -54,10 +74,19 @@ class TorchLearner:
         policy: how it is evaluated.
         config: micro-batches and optimizer.
         channel: where weights go.
+        reference: the model that a KL penalty holds the policy near; None without one.
     """
 
-    def __init__(self, module: nn.Module, policy: PolicyConfig, config: LearnerConfig, channel: LocalChannel) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: PolicyConfig,
+        config: LearnerConfig,
+        channel: LocalChannel,
+        reference: nn.Module | None = None,
+    ) -> None:
         self._module, self._policy, self._config, self._channel = module, policy, config, channel
+        self._reference = reference
         if policy.parity:
             parity.check(module)
         self._hidden_states = parity.hidden_states if policy.parity else model.hidden_states
@@ -71,21 +100,19 @@ class TorchLearner:
         self,
         batch: Sequence[Experience],
         outputs: Collection[Literal["logprobs", "entropy", "values"]],
-        adapters: bool = True,
+        weights: Literal["policy", "reference"] = "policy",
     ) -> Outputs:
         """Log-probabilities and entropies of every row of the sequences, in their order."""
         if "values" in outputs:
             raise ValueError("forward: the torch learner has no value head; ask for 'logprobs' or 'entropy'")
-        if not adapters:
-            raise ValueError("forward: adapters=False needs a policy with adapters; this one trains full weights")
+        module = self._weights(weights)
         logprobs: list[Any] = [None] * len(batch)
         entropies: list[Any] = [None] * len(batch)
-        for indices in micro_batches(batch, self._config.micro_batch_tokens):
-            micro = _tensors(pack([batch[i] for i in indices]))
+        for cut in self._cut(batch):
+            packed = pack([batch[i] for i in cut])
             with torch.no_grad():
-                logprob_N, entropy_N = self._evaluate(micro, torch.arange(micro.batch.rows))
-            borders = micro.batch.cu_seqlens_B1
-            for i, a, b in zip(indices, borders[:-1], borders[1:], strict=True):
+                logprob_N, entropy_N = self._evaluate(module, packed, torch.arange(packed.rows))
+            for i, a, b in zip(cut, packed.cu_seqlens_B1[:-1], packed.cu_seqlens_B1[1:], strict=True):
                 logprobs[i], entropies[i] = logprob_N[a:b].numpy(), entropy_N[a:b].numpy()
         return Outputs(
             logprobs=logprobs if "logprobs" in outputs else None,
@@ -93,66 +120,116 @@ class TorchLearner:
         )
 
     def prepare(self, batch: Sequence[Experience], loss: LossConfig) -> TorchPrepared:
-        """Cut what has a gradient into micro-batches; if needed, compute old log-probabilities under the same cut."""
-        sequences = contributing(batch, loss)
-        cuts = micro_batches(sequences, self._config.micro_batch_tokens)
-        micros = [_tensors(pack([sequences[i] for i in cut])) for cut in cuts]
-        if not loss.on_policy:
+        """Decide what is learned from, with the log-probabilities that this takes, and cut it into micro-batches."""
+        indices = evaluated(batch, loss)
+        sequences = [batch[i] for i in indices]
+        old = self._response_logprobs(sequences, "policy") if needs_old(loss) else None
+        penalized = isinstance(loss.algorithm.kl, KlLoss)
+        reference = self._response_logprobs(sequences, "reference") if penalized else None
+        planned = plan(batch, indices, old, reference, loss)
+        cuts = self._cut([sequence.experience for sequence in planned.sequences])
+        micros = [_micro_batch([planned.sequences[i] for i in cut], loss) for cut in cuts]
+        if loss.first and loss.on_policy and loss.algorithm.guard.ratio:
             with torch.no_grad():
-                micros = [replace(m, old_logprobs=self._evaluate(m, m.trained)[0]) for m in micros]
-        return TorchPrepared(tuple(micros), loss, denominator(batch, loss))
+                passes = [self._evaluate(self._module, micro.batch, micro.rows_T)[0] for micro in micros]
+            micros = [replace(m, verified_logprobs_T=logprobs) for m, logprobs in zip(micros, passes, strict=True)]
+        return TorchPrepared(tuple(micros), planned, loss)
 
     def step(self, prepared: TorchPrepared) -> StepStats:
         """One optimizer update over the mini-batch; none when no token is kept."""
+        planned, lr = prepared.plan, self._optimizer.lr
         if not prepared.loss_tokens:
-            return StepStats(skipped=True, tokens=0, loss=0.0, grad_norm=None, lr=self._optimizer.lr, metrics={})
-        sums = [self._backward(micro, prepared) for micro in prepared.micro_batches]
-        totals = {name: torch.stack([s[name] for s in sums]) for name in sums[0]}
-        loss = float(totals.pop("loss").sum()) / prepared.denominator
-        if not np.isfinite(loss):
+            return StepStats(0.0, None, lr, planned.counted_tokens, planned.kept_tokens, planned.compared, None)
+        passes = [self._backward(micro, prepared.loss) for micro in prepared.micro_batches]
+        learned = joined([learned for _, learned in passes])
+        compared = planned.compared
+        try:
+            loss = float(torch.stack([loss for loss, _ in passes]).sum())
+            if not np.isfinite(loss):
+                raise FloatingPointError(f"the loss is {loss}; the update was not made")
+            if prepared.loss.on_policy and compared is None:
+                compared = _compared(prepared.micro_batches, learned)
+            self._guard(prepared, learned, compared)
+        except (FloatingPointError, GuardError):
             self._optimizer.zero()
-            raise FloatingPointError(f"the loss is {loss}; the update was not made")
-        lr = self._optimizer.lr
+            raise
         norm = self._optimizer.step()
-        tokens = prepared.loss_tokens
-        metrics = {n: float(t.max()) if n.endswith("_max") else float(t.sum()) / tokens for n, t in totals.items()}
-        return StepStats(skipped=False, tokens=tokens, loss=loss, grad_norm=norm, lr=lr, metrics=metrics)
+        return StepStats(loss, norm, lr, planned.counted_tokens, planned.kept_tokens, compared, learned)
 
-    def _backward(self, micro: _MicroBatch, prepared: TorchPrepared) -> dict[str, Tensor]:
-        """Add the micro-batch's gradient; returns sums over its trained tokens (and maxima)."""
-        logprobs, entropy = self._evaluate(micro, micro.trained)
-        old = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-        advantages = torch.from_numpy(micro.batch.advantages_N)[micro.trained]
-        terms = clipped_loss(logprobs, old, advantages, prepared.loss)
-        (terms.loss / prepared.denominator).backward()
-        with torch.no_grad():
-            delta = (old - torch.from_numpy(micro.batch.sampler_logprobs_N)[micro.trained]).double()
-            return {
-                "loss": terms.loss.detach().double(),
-                "policy/entropy": entropy.double().sum(),
-                "policy/clip_share_low": terms.clipped_low.double(),
-                "policy/clip_share_high": terms.clipped_high.double(),
-                "policy/kl_old": terms.kl.double(),
-                "mismatch/logprob_abs_diff_mean": delta.abs().sum(),
-                "mismatch/logprob_abs_diff_max": delta.abs().max(),
-                "mismatch/ratio_mean": delta.exp().sum(),
-            }
+    def _guard(self, prepared: TorchPrepared, learned: Learned, compared: Compared | None) -> None:
+        """Hold the first update of the process against what training relies on."""
+        if not prepared.loss.first:
+            return
+        verified = [m.verified_logprobs_T for m in prepared.micro_batches if m.verified_logprobs_T is not None]
+        if verified:
+            check_ratio(learned.logprobs, torch.cat(verified).numpy())
+        limit = prepared.loss.algorithm.guard.mismatch
+        if limit is not None and compared is not None:
+            check_mismatch(compared.old_logprobs, compared.sampler_logprobs, limit)
 
-    def _evaluate(self, micro: _MicroBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the given rows."""
-        batch = micro.batch
-        hidden_ND = self._hidden_states(
-            self._module, torch.from_numpy(batch.input_ids_N), torch.from_numpy(batch.position_ids_N), micro.packing
+    def _backward(self, micro: _MicroBatch, loss: LossConfig) -> tuple[Tensor, Learned]:
+        """Add the micro-batch's gradient; returns its part of the loss, and its tokens as they were found."""
+        logprobs, entropy = self._evaluate(self._module, micro.batch, micro.rows_T)
+        old = logprobs.detach() if micro.old_logprobs_T is None else micro.old_logprobs_T
+        anchor = micro.sampler_logprobs_T if loss.algorithm.loss.anchor == "sampler" else old
+        tokens = Tokens(logprobs, anchor, micro.advantages_T, micro.sequence_T, micro.selected_T)
+        losses = token_losses(tokens, loss.algorithm.loss)
+        loss_T, kl_T, kl = micro.corrections_T * losses.loss_T, None, loss.algorithm.kl
+        if isinstance(kl, KlLoss):
+            assert micro.reference_logprobs_T is not None
+            kl_T = kl_losses(logprobs, old, micro.reference_logprobs_T, kl)
+            loss_T = loss_T + kl.coefficient * kl_T
+        total = (micro.weights_T * loss_T).sum()
+        total.backward()
+        return total.detach().double(), Learned(
+            logprobs=logprobs.detach().numpy(),
+            anchor_logprobs=anchor.numpy(),
+            entropy=entropy.numpy(),
+            clipped=losses.clipped_T.numpy(),
+            position=_positions(micro.planned),
+            reference_kl=None if kl_T is None else kl_T.detach().numpy(),
         )
+
+    def _weights(self, name: Literal["policy", "reference"]) -> nn.Module:
+        if name == "policy":
+            return self._module
+        if self._reference is None:
+            raise ValueError("forward: this learner was built without a reference model; see algorithm.kl.place")
+        return self._reference
+
+    def _cut(self, batch: Sequence[Experience]) -> list[list[int]]:
+        return micro_batches([experience.rows for experience in batch], self._config.micro_batch_tokens)
+
+    def _response_logprobs(
+        self, sequences: Sequence[Experience], weights: Literal["policy", "reference"]
+    ) -> list[Floats]:
+        """Log-probabilities of the response tokens of each sequence."""
+        found: list[Any] = [None] * len(sequences)
+        for cut in self._cut(sequences):
+            packed = pack([sequences[i] for i in cut])
+            with torch.no_grad():
+                rows = torch.from_numpy(packed.loss_mask_N.nonzero()[0])
+                logprobs = self._evaluate(self._weights(weights), packed, rows)[0].numpy()
+            borders = np.cumsum([sequences[i].rollout.response_tokens for i in cut])[:-1]
+            for i, part in zip(cut, np.split(logprobs, borders), strict=True):
+                found[i] = part
+        return found
+
+    def _evaluate(self, module: nn.Module, batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the given rows."""
+        packing = attention.Packing.of(batch.cu_seqlens_B1.tolist())
+        input_ids_N, position_ids_N = torch.from_numpy(batch.input_ids_N), torch.from_numpy(batch.position_ids_N)
+        hidden_ND = self._hidden_states(module, input_ids_N, position_ids_N, packing)
         temperature_N = torch.from_numpy(np.repeat(batch.temperature_B, np.diff(batch.cu_seqlens_B1)))
-        module = cast(Any, self._module)
+        typed = cast(Any, module)
         return self._score(
             hidden_ND[rows],
-            module.lm_head.weight,
+            typed.lm_head.weight,
             torch.from_numpy(batch.target_ids_N)[rows],
             temperature_N[rows],
-            module.config.final_logit_softcapping,
+            typed.config.final_logit_softcapping,
             self._policy.head_chunk_rows,
+            batch.support_of(rows.numpy()),
         )
 
     def layout(self, kind: WeightKind) -> Layout:
@@ -194,9 +271,46 @@ class TorchLearner:
         """Nothing to take again on a CPU: gradients appear with the next backward pass."""
 
 
-def _tensors(batch: Batch) -> _MicroBatch:
-    trained = torch.from_numpy(batch.loss_mask_N.nonzero()[0])
-    return _MicroBatch(batch, attention.Packing.of(batch.cu_seqlens_B1.tolist()), trained)
+def _micro_batch(planned: Sequence[Planned], loss: LossConfig) -> _MicroBatch:
+    batch = pack([sequence.experience for sequence in planned])
+    keep = np.concatenate([sequence.keep_R for sequence in planned])
+    kept_B = [int(sequence.keep_R.sum()) for sequence in planned]
+
+    def of_tokens(name: str) -> Tensor | None:
+        columns = [getattr(sequence, name) for sequence in planned]
+        return None if columns[0] is None else torch.from_numpy(np.concatenate(columns)[keep])
+
+    def of_sequences(values: Sequence[float]) -> Tensor:
+        return torch.from_numpy(np.repeat(np.array(values, dtype=np.float32), kept_B))
+
+    corrections = of_tokens("correction_R")
+    assert corrections is not None
+    return _MicroBatch(
+        batch=batch,
+        planned=planned,
+        rows_T=torch.from_numpy(batch.loss_mask_N.nonzero()[0][keep]),
+        sequence_T=torch.from_numpy(np.repeat(np.arange(len(planned)), kept_B)),
+        advantages_T=of_sequences([sequence.experience.advantage for sequence in planned]),
+        weights_T=of_sequences([sequence.weight for sequence in planned]),
+        corrections_T=corrections.float(),
+        sampler_logprobs_T=torch.from_numpy(np.concatenate([sampler_logprobs(s.experience) for s in planned])[keep]),
+        old_logprobs_T=None if loss.on_policy else of_tokens("old_logprobs_R"),
+        reference_logprobs_T=of_tokens("reference_logprobs_R"),
+        selected_T=of_tokens("selected_R"),
+    )
+
+
+def _positions(planned: Sequence[Planned]) -> Floats:
+    """Where in its response each kept token stands, from 0 to below 1."""
+    shares = [np.arange(len(p.keep_R), dtype=np.float32)[p.keep_R] / len(p.keep_R) for p in planned]
+    return np.concatenate(shares).astype(np.float32)
+
+
+def _compared(micros: Sequence[_MicroBatch], learned: Learned) -> Compared:
+    """In an update by the weights that sampled, pi is what the learner makes of what the sampler drew."""
+    sampler = np.concatenate([micro.sampler_logprobs_T.numpy() for micro in micros])
+    tokens_B = np.array([len(planned.keep_R) for micro in micros for planned in micro.planned], dtype=np.int64)
+    return Compared(sampler, learned.logprobs, tokens_B)
 
 
 def _slice(name: str, tensor: Tensor) -> TensorSlice:

@@ -13,6 +13,7 @@ from beamline.model.beam import BeamShape, tensors
 from beamline.model.layout import DType, Layout, TensorSlice, WeightKind
 from beamline.policy.weights import first_not_finite
 from beamline.records import Completion, Key, Request
+from beamline.records.sampling import Support
 from beamline.rollout.local.beam import BeamDecoder
 from beamline.rollout.local.cache import SlotCache
 from beamline.rollout.local.slots import Slots
@@ -26,8 +27,8 @@ _LEAST_ROWS = 8  # of a thread: for fewer, waking another one takes longer than 
 class LocalSampler:
     """Samples on the CPU. Work is done inside :meth:`poll`.
 
-    Tokens, log-probabilities and routes of a request have the same bits whatever else is in flight, however many slots
-    and threads there are, and in whichever process it runs.
+    Tokens, log-probabilities, routes and support of a request have the same bits whatever else is in flight, however
+    many slots and threads there are, and in whichever process it runs.
 
     Args:
         shape: the model.
@@ -238,4 +239,5 @@ class LocalSampler:
 
 def _nothing(request: Request) -> Completion:
     empty = request.prefix_ids[:0]
-    return Completion(request.key, empty, empty.astype("float32"), empty, None, "abort")
+    support = Support.unrestricted(0) if request.params.record_support else None
+    return Completion(request.key, empty, empty.astype("float32"), empty, None, "abort", support)

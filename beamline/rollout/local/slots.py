@@ -7,6 +7,9 @@ from numpy.typing import NDArray
 
 from beamline.records import Completion, Finish, Request
 from beamline.records.random import uniforms
+from beamline.records.sampling import Support
+
+Allowed = dict[int, NDArray[np.int32]]  # by position: the tokens that could be drawn there, where not all could
 
 
 class Slots:
@@ -29,6 +32,8 @@ class Slots:
         self.top_k = np.zeros(slots, np.int64)
         self.min_p = np.zeros(slots, np.float32)
         self.stop_ids = np.full((slots, 1), -1)
+        self.recorded = np.zeros(slots, np.bool_)  # whether the support is kept, in `allowed`
+        self.allowed: dict[int, Allowed] = {}
 
     @property
     def active(self) -> NDArray[np.int64]:
@@ -60,6 +65,8 @@ class Slots:
         self.min_p[slot] = params.min_p
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(params.stop_ids)] = params.stop_ids
+        self.recorded[slot] = params.record_support
+        self.allowed[slot] = {}
 
     def _widen_stops(self, width: int) -> None:
         if width > self.stop_ids.shape[1]:
@@ -91,9 +98,14 @@ class Slots:
             versions=self.versions[slot, new].copy(),
             routes=routes.copy() if routes.size else None,
             finish=finish,
+            support=self._support(slot) if self.recorded[slot] else None,
         )
+
+    def _support(self, slot: int) -> Support:
+        allowed, every = self.allowed[slot], np.zeros(0, np.int32)
+        return Support.of([allowed.get(at, every) for at in range(self.prefix[slot], self.length[slot])])
 
     def release(self, slots: Collection[int]) -> None:
         """Free slots."""
         for slot in slots:
-            del self.requests[slot]
+            del self.requests[slot], self.allowed[slot]

@@ -85,14 +85,21 @@ class Worker:
     def _draw(self, logits: Floats, taken: NDArray[np.int64], slots: Slots) -> Drawn:
         """A token for each slot from its row of logits, which are overwritten."""
         tokens, logprobs = np.empty(len(taken), np.int64), np.empty(len(taken), np.float32)
-        length = slots.length[taken]
-        forbid(logits, slots.stop_ids[taken], length < slots.stop_after[taken])
+        length, stop_ids, temperature = slots.length[taken], slots.stop_ids[taken], slots.temperature[taken]
+        early = length < slots.stop_after[taken]
+        forbid(logits, stop_ids, early)
         top_p, top_k, min_p = slots.top_p[taken], slots.top_k[taken], slots.min_p[taken]
-        filtered = bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
+        filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+        recorded = slots.recorded[taken]
+        if recorded.any():  # where nothing restricts the draw, there is nothing to record
+            recorded &= filtered | (temperature == 0) | (early & (stop_ids >= 0).any(1))
+        ids, borders = np.empty(recorded.sum() * logits.shape[1], np.int32), np.zeros(len(taken) + 1, np.int64)
         sample_rows(
-            logits, likeliest_first(logits if filtered else logits[:0]), slots.uniforms[taken, length],
-            slots.temperature[taken], top_p, top_k, min_p, self._probs, tokens, logprobs,
+            logits, likeliest_first(logits if filtered.any() else logits[:0]), slots.uniforms[taken, length],
+            temperature, top_p, top_k, min_p, self._probs, tokens, logprobs, recorded, ids, borders,
         )  # fmt: skip
+        for i in recorded.nonzero()[0]:
+            slots.allowed[taken[i]][length[i]] = ids[borders[i] : borders[i + 1]].copy()
         return taken, tokens, logprobs
 
 

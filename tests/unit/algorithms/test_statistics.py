@@ -1,13 +1,16 @@
 """The figures of a step against their definitions in docs/metrics.md."""
 
+from dataclasses import replace
 from math import sqrt
 
 import pytest
 
-from beamline.algorithms.statistics import rewards_of, sampling_statistics
+from beamline.algorithms.statistics import sampling_statistics
+from beamline.config.algorithm import GrpoAdvantage
 from beamline.records import Finish, Grade, Group
 from tests.samples import make_grade, make_group, make_problem, make_rollout
 
+GRPO = GrpoAdvantage()
 RIGHT, WRONG = make_grade(1.0, correct=True), make_grade(-1.0, well_formed=False)
 TIMEOUT, ERROR = make_grade(5.0, correct=True, status="timeout"), make_grade(5.0, correct=True, status="error")
 
@@ -18,12 +21,6 @@ def group_of(*samples: tuple[int, Finish, Grade | None]) -> Group:
     return Group(make_problem(), tuple(rollouts))
 
 
-def test_rewards_of_a_group_and_which_of_them_count() -> None:
-    rewards, graded = rewards_of(make_group(RIGHT, TIMEOUT, None, ERROR, WRONG))
-    assert rewards.tolist() == [1.0, 0.0, 0.0, 0.0, -1.0]  # what was not graded has none
-    assert graded.tolist() == [True, False, False, False, True]
-
-
 def test_a_step_with_every_kind_of_response() -> None:
     late = make_grade(0.5, correct=True, overlong=-0.5)
     groups = [
@@ -32,7 +29,7 @@ def test_a_step_with_every_kind_of_response() -> None:
     ]
     rewards = [1.0, -1.0, 0.5, -1.0]
     mean = sum(rewards) / 4
-    assert sampling_statistics(groups) == pytest.approx(
+    assert sampling_statistics(groups, GRPO) == pytest.approx(
         {
             "train/graded": 4,
             "train/ungraded": 2,
@@ -61,11 +58,11 @@ def test_groups_without_signal_are_those_that_teach_nothing() -> None:
         make_group(TIMEOUT, None),
         make_group(WRONG, WRONG, RIGHT),
     ]
-    assert sampling_statistics(groups)["train/groups_without_signal"] == 3
+    assert sampling_statistics(groups, GRPO)["train/groups_without_signal"] == 3
 
 
 def test_means_of_grades_are_absent_when_nothing_was_graded() -> None:
-    assert set(sampling_statistics([make_group(TIMEOUT, None)])) == {
+    assert set(sampling_statistics([make_group(TIMEOUT, None)], GRPO)) == {
         "train/graded",
         "train/ungraded",
         "train/grading_timeouts",
@@ -79,6 +76,13 @@ def test_means_of_grades_are_absent_when_nothing_was_graded() -> None:
 
 
 def test_the_spread_of_rewards_is_absent_for_a_single_grade() -> None:
-    metrics = sampling_statistics([make_group(RIGHT, ERROR)])
+    metrics = sampling_statistics([make_group(RIGHT, ERROR)], GRPO)
     assert metrics["train/reward_mean"] == 1.0
     assert "train/reward_std" not in metrics
+
+
+def test_a_kl_penalty_is_reported_where_rewards_have_one() -> None:
+    penalized = [make_grade(0.75, correct=True), make_grade(-1.5)]
+    penalized = [replace(g, parts=g.parts | {"kl": kl}) for g, kl in zip(penalized, (-0.25, -0.5), strict=True)]
+    assert sampling_statistics([make_group(*penalized)], GRPO)["train/kl_penalty_mean"] == pytest.approx(-0.375)
+    assert "train/kl_penalty_mean" not in sampling_statistics([make_group(RIGHT, WRONG)], GRPO)

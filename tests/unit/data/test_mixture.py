@@ -1,4 +1,4 @@
-"""Mixtures: shares that are exact, epochs of each part, and a step that needs no step before it."""
+"""Mixtures: shares that are exact, epochs of each part, and a place that needs no place before it."""
 
 from collections import Counter
 from fractions import Fraction
@@ -18,7 +18,7 @@ WEIGHTS = st.lists(st.fractions(Fraction(1, 50), 50, max_denominator=50), min_si
 
 
 def taken(seed: int, steps: int, per_step: int, parts: list[Part]) -> list[int]:
-    return [int(i) for step in range(1, steps + 1) for i in mixed_indices(seed, step, per_step, parts)]
+    return [int(i) for step in range(steps) for i in mixed_indices(seed, step * per_step, per_step, parts)]
 
 
 def parts_of(*sizes: int, weights: tuple[int, ...] | None = None) -> list[Part]:
@@ -72,21 +72,20 @@ def test_each_part_is_passed_through_in_epochs_of_its_own() -> None:
 
 def test_every_step_has_the_shares_when_they_are_whole() -> None:
     parts = parts_of(40, 40, 40, weights=(5, 2, 1))
-    for step in range(1, 30):
-        counts = Counter(int(i) // 40 for i in mixed_indices(3, step, 16, parts))
+    for step in range(29):
+        counts = Counter(int(i) // 40 for i in mixed_indices(3, 16 * step, 16, parts))
         assert counts == {0: 10, 1: 4, 2: 2}
 
 
-@given(seed=st.integers(0, 2**63 - 1), step=st.integers(1, 40), per_step=st.integers(1, 9))
-def test_a_step_needs_no_step_before_it(seed: int, step: int, per_step: int) -> None:
+@given(seed=st.integers(0, 2**63 - 1), first=st.integers(0, 300), count=st.integers(0, 9))
+def test_a_place_needs_no_place_before_it(seed: int, first: int, count: int) -> None:
     parts = parts_of(7, 3, 5, weights=(4, 1, 2))
-    late = mixed_indices(seed, step, per_step, parts).tolist()
-    assert late == taken(seed, step, per_step, parts)[(step - 1) * per_step :]
+    assert mixed_indices(seed, first, count, parts).tolist() == taken(seed, 1, first + count, parts)[first:]
 
 
-def test_the_order_is_one_whatever_the_size_of_a_step() -> None:
+def test_the_order_is_one_however_many_are_taken_at_a_time() -> None:
     parts = parts_of(7, 3, weights=(2, 1))
-    assert taken(4, 6, 5, parts) == taken(4, 3, 10, parts)
+    assert taken(4, 30, 1, parts) == taken(4, 6, 5, parts) == taken(4, 1, 30, parts)
 
 
 def test_the_order_of_a_part_depends_on_no_other_part() -> None:
@@ -96,8 +95,17 @@ def test_the_order_of_a_part_depends_on_no_other_part() -> None:
 
 def test_the_order_never_changes_between_releases() -> None:
     parts = [Part("a", Fraction("0.7"), 4), Part("b", Fraction("0.3"), 3)]
-    taken_in = {step: mixed_indices(7, step, 5, parts).tolist() for step in (1, 2, 1000)}
-    assert taken_in == {1: [0, 6, 1, 2, 3], 2: [5, 3, 1, 4, 2], 1000: [6, 1, 3, 5, 0]}
+    taken_from = {first: mixed_indices(7, first, 5, parts).tolist() for first in (0, 5, 4995)}
+    assert taken_from == {0: [0, 6, 1, 2, 3], 5: [5, 3, 1, 4, 2], 4995: [6, 1, 3, 5, 0]}
+
+
+def test_easy_ones_come_first_within_each_part() -> None:
+    parts, difficulties = parts_of(5, 4, weights=(1, 1)), [3.0, 1.0, 3.0, 2.0, 1.0, 30.0, 10.0, 20.0, 40.0]
+    order = mixed_indices(2, 0, 40, parts, difficulties).tolist()
+    first, second = [i for i in order if i < 5], [i for i in order if i >= 5]
+    assert second == 5 * [6, 7, 5, 8]
+    assert [difficulties[i] for i in first] == 4 * [1.0, 1.0, 2.0, 3.0, 3.0]
+    assert {tuple(first[n : n + 2]) for n in range(0, 20, 5)} == {(1, 4), (4, 1)}
 
 
 def set_of(name: str, *questions: str) -> ProblemSet:
@@ -108,7 +116,7 @@ def test_a_mixture_has_the_problems_of_its_parts_under_their_names() -> None:
     mixed = mixture("train", [(set_of("a", "1", "2"), 0.7), (set_of("b", "3"), 0.3)])
     assert [p.id for p in mixed.problems] == ["a/id of 1", "a/id of 2", "b/id of 3"]
     assert mixed.parts == (Part("a", Fraction(7, 10), 2), Part("b", Fraction(3, 10), 1))
-    assert Counter(p.id[0] for p in mixed.of_step(seed=0, step=3, count=10)) == {"a": 7, "b": 3}
+    assert Counter(p.id[0] for p in mixed.take(seed=0, first=20, count=10)) == {"a": 7, "b": 3}
 
 
 def test_a_problem_of_two_parts_stays_in_the_first_and_is_counted() -> None:
@@ -123,6 +131,12 @@ def test_a_problem_of_two_parts_stays_in_the_first_and_is_counted() -> None:
     )
 
 
+def test_a_mixture_is_ordered_within_its_parts_by_difficulty() -> None:
+    sets = [ProblemSet(name, tuple(make_problem(f"{name}{d}", difficulty=d) for d in (2, 3, 1))) for name in "ab"]
+    mixed = mixture("train", [(sets[0], 1.0), (sets[1], 1.0)]).easy_first()
+    assert [p.text for p in mixed.take(seed=0, first=0, count=6)] == ["a1", "b1", "a2", "b2", "a3", "b3"]
+
+
 def test_a_part_without_a_problem_of_its_own_is_an_error() -> None:
     with pytest.raises(DataError, match="part 'b' has no problem that is not in an earlier part too"):
         mixture("train", [(set_of("a", "1", "2"), 1.0), (set_of("b", "2"), 1.0)])
@@ -130,7 +144,7 @@ def test_a_part_without_a_problem_of_its_own_is_an_error() -> None:
 
 def test_a_single_set_has_the_order_that_it_always_had() -> None:
     single = set_of("train", *"abcdef")
-    assert [p.text for p in single.of_step(seed=7, step=1, count=4)] == ["f", "d", "b", "e"]
+    assert [p.text for p in single.take(seed=7, first=0, count=4)] == ["f", "d", "b", "e"]
 
 
 RECIPE = """

@@ -9,6 +9,8 @@ import pytest
 from beamline.chat import BeamChat
 from beamline.config import RunConfig
 from beamline.data import DataError
+from beamline.data.cleaning import clean
+from beamline.data.files import rows_of
 from beamline.data.wording import dapo
 from beamline.runtime.data import Data, load_data, write_data_report
 from beamline.runtime.preview import preview
@@ -48,7 +50,7 @@ def test_a_mixture_is_loaded_part_by_part_without_prompts_over_the_limit(tmp_pat
     record = report(tmp_path, data)["train"]
     assert (record["problems"], record["parts"]) == (23, {"file": 3, "sums": 20})
     assert [row["where"] for row in record["excluded"]] == ["file, own:2"]
-    drawn = data.train.of_step(seed=0, step=1, count=40)
+    drawn = data.train.take(seed=0, first=0, count=40)
     assert sum(problem.id.startswith("sums/") for problem in drawn) == 10
 
 
@@ -56,6 +58,39 @@ def test_a_part_of_which_no_prompt_can_be_used_is_an_error_that_names_it(tmp_pat
     path = problem_file(tmp_path, "+".join(["12"] * 20))
     with pytest.raises(DataError, match="data set 'file': no problem of 1 can be used"):
         load_data(run_config(path, 32, train=MIXTURE), chat)
+
+
+def test_easy_problems_come_first_when_they_are_asked_to(tmp_path: Path, chat: BeamChat) -> None:
+    sums = {"source": "arithmetic", "problems": 30, "levels": [3, 1, 2]}
+    data = load_data(run_config(problem_file(tmp_path, "x"), train=sums, order="easy_first", evaluation={}), chat)
+    levels = [problem.extra["level"] for problem in data.train.take(seed=0, first=0, count=60)]
+    assert levels[:30] == levels[30:] == sorted(levels[:30])
+    assert set(levels) == {1, 2, 3}
+
+
+def test_the_order_is_random_unless_it_is_asked_for(tmp_path: Path, chat: BeamChat) -> None:
+    data = load_data(run_config(problem_file(tmp_path, "1+1", "2+2"), train=MIXTURE), chat)
+    assert data.train.difficulties == ()
+
+
+def test_a_part_without_difficulties_cannot_be_ordered_by_them(tmp_path: Path, chat: BeamChat) -> None:
+    with pytest.raises(DataError, match="data set 'train': problem 'file/own:1' has no difficulty"):
+        load_data(run_config(problem_file(tmp_path, "1+1"), train=MIXTURE, order="easy_first"), chat)
+
+
+def test_competition_problems_have_no_difficulty(tmp_path: Path, chat: BeamChat) -> None:
+    source = {"source": "competition", "problems": 10}
+    with pytest.raises(DataError, match="has no difficulty; data"):
+        load_data(run_config(problem_file(tmp_path, "x"), 512, train=source, order="easy_first"), chat)
+
+
+def test_a_prepared_file_keeps_its_difficulties(tmp_path: Path, chat: BeamChat) -> None:
+    rows = [{"question": f"{n}+{n}", "answer": 2 * n, "difficulty": n} for n in (3, 1, 2)]
+    prepared = tmp_path / "own.parquet"
+    clean(rows_of(rows), "own").frame().write_parquet(prepared)
+    train = {"source": "file", "path": "PATH"}
+    data = load_data(run_config(prepared, 512, train=train, order="easy_first", evaluation={}), chat)
+    assert [problem.answer for problem in data.train.take(seed=0, first=0, count=3)] == ["2", "4", "6"]
 
 
 FILES: dict[str, Any] = {

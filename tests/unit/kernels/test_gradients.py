@@ -4,6 +4,7 @@ Tolerances: a few roundings of float32 each (6e-8), over sums of up to 48 terms.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from beamline.kernels import experts, gradients, rows
 from beamline.kernels.vocabulary import soft_cap
-from tests.exact import Floats
+from tests.exact import Floats, bits
 
 N, EPS = 21, 1e-6
+NO_IDS = np.zeros(0, np.int32)
 RNG = np.random.default_rng(5)
 
 
@@ -131,14 +133,33 @@ def test_scored_logits() -> None:
     V, cap = 40, 5.0
     logits, dlogprobs = 4 * random(N, V), random(N)
     targets, temperature = RNG.integers(0, V, N), (0.5 + RNG.random(N)).astype(np.float32)
-    ours = logits.copy()
-    gradients.score_rows_gradient(ours, cap, targets, temperature, dlogprobs)
+    allowed = RNG.random((N, V)) < 0.3
+    allowed[np.arange(N), targets] = True
+    allowed[::3] = True
+    sizes = np.where(np.arange(N) % 3, allowed.sum(1), 0)
+    ids = np.concatenate([np.flatnonzero(allowed[i]) for i in range(N) if i % 3]).astype(np.int32)
+    every, restricted = (NO_IDS, np.zeros(N + 1, np.int64)), (ids, np.concatenate([[0], np.cumsum(sizes)]))
 
-    def formula(z: Tensor) -> Tensor:
+    def formula(z: Tensor, mask: Tensor) -> Tensor:
         capped = cap * torch.tanh(z / cap) / torch.from_numpy(temperature)[:, None]
-        return torch.log_softmax(capped, -1).gather(1, torch.from_numpy(targets)[:, None]).squeeze(1)
+        own = capped.gather(1, torch.from_numpy(targets)[:, None]).squeeze(1)
+        return own - (capped.exp() * mask).sum(1).log()  # no maximum: what is not allowed has no part in it
 
-    close(ours, exact(formula, dlogprobs, logits)[0])
+    found = []
+    for support, mask in ((every, np.ones_like(allowed)), (restricted, allowed)):
+        ours = logits.copy()
+        gradients.score_rows_gradient(ours, cap, targets, temperature, *support, dlogprobs)
+        close(ours, exact(partial(formula, mask=torch.from_numpy(mask)), dlogprobs, logits)[0])
+        assert not ours[~mask].any()
+        found.append(ours)
+    assert np.array_equal(bits(found[0][::3]), bits(found[1][::3]))
+
+
+def test_a_token_that_alone_was_allowed_has_no_gradient() -> None:
+    logits = np.array([[50.0, -3.0, 2.0]], np.float32)
+    gradients.score_rows_gradient(logits, 30.0, np.array([1]), np.array([0.7], np.float32), np.array([1], np.int32),
+                                  np.array([0, 1]), np.ones(1, np.float32))  # fmt: skip
+    assert not logits.any()
 
 
 @pytest.mark.parametrize(("length", "window"), [(1, 4), (15, 100), (16, 5), (17, 16), (47, 17), (48, 1000)])

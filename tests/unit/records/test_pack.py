@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from beamline.records import Batch, Experience, pack
+from beamline.records.sampling import Support
 from tests.samples import make_rollout
 
 
@@ -73,6 +74,32 @@ def test_routes_in_only_some_of_the_sequences_are_an_error() -> None:
     some = [Experience(make_rollout(routes=r), 1.0) for r in (np.zeros((6, 1, 1), np.uint8), None)]
     with pytest.raises(ValueError, match="1 of 2 sequences have routes"):
         pack(some)
+
+
+def recorded() -> Batch:
+    """A sequence without a support between two that have one, in which token t of the response could be t ids."""
+    entries = [np.arange(n, dtype=np.int32) for n in (0, 0, 0, 1, 2, 3, 4)]
+    some = replace(make_rollout(prompt=3, response=4), support=Support.of(entries))
+    return pack([Experience(r, 1.0) for r in (some, make_rollout(prompt=1, response=2), some)])
+
+
+def test_the_support_of_a_token_stands_on_the_row_that_predicts_it() -> None:
+    support = recorded().support_N
+    assert support is not None
+    sizes = [0, 0, 1, 2, 3, 4]
+    assert support.sizes.tolist() == [*sizes, 0, 0, *sizes]
+    assert support.ids.tolist() == [0, 0, 1, 0, 1, 2, 0, 1, 2, 3] * 2
+
+
+def test_the_support_of_some_rows_is_in_their_order() -> None:
+    support = recorded().support_of(np.array([12, 6, 2]))
+    assert support is not None
+    assert support.sizes.tolist() == [3, 0, 1]
+
+
+def test_without_recorded_supports_there_is_none() -> None:
+    batch = two_sequences()
+    assert (batch.support_N, batch.support_of(np.arange(2))) == (None, None)
 
 
 def test_nothing_to_pack_is_an_error() -> None:

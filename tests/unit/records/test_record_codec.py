@@ -20,12 +20,15 @@ from beamline.records import (
     pack,
 )
 from beamline.records.codec import decode, encode
+from beamline.records.sampling import Support
 from tests.samples import make_grade, make_group, make_problem, make_rollout
 
 KEY = Key("eval", 3, "a problem – with any text", 2, attempt=1)
 ROUTES = np.arange(6 * 2 * 2).reshape(6, 2, 2)
-SHARP = SamplingParams(9, 0.5, 0.9, 4, 0.1, 2, (7, 8))
+SHARP = SamplingParams(9, 0.5, 0.9, 4, 0.1, 2, (7, 8), record_support=True)
 ROLLOUT = make_rollout(routes=ROUTES.astype(np.uint16) * 1000, grade=make_grade(-1.0, overlong=-0.5))
+SUPPORT = Support(np.array([4, 2, 9], np.int32), np.array([0, 2, 2, 2, 3, 3, 3, 3]))
+RECORDED = dataclasses.replace(ROLLOUT, support=SUPPORT)
 
 RECORDS = [
     KEY,
@@ -37,6 +40,11 @@ RECORDS = [
     Completion(
         KEY, np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), ROUTES.astype(np.uint8), "abort"
     ),
+    SUPPORT,
+    Support.unrestricted(0),
+    Completion(KEY, *(np.zeros(7, t) for t in ("i4", "f4", "i4")), None, "stop", SUPPORT),
+    RECORDED,
+    pack([Experience(RECORDED, 0.5), Experience(ROLLOUT, 1.0)]),
     Turn("tool", 3, 9),
     Grade(True, 0.75, {"answer": 1.0, "overlong": -0.25}, "timeout", well_formed=True, parsed="12"),
     make_rollout(),
@@ -117,6 +125,12 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place() -> None:
     data = msgspec.msgpack.encode({"split": "train", "step": "one", "problem": "p", "sample": 0, "attempt": 0})
     with pytest.raises(msgspec.ValidationError, match=r"\$\.step"):
         decode(data, Key)
+
+
+def test_a_support_that_contradicts_itself_is_refused() -> None:
+    data = msgspec.msgpack.decode(encode(SUPPORT))
+    with pytest.raises(msgspec.ValidationError, match="must rise from 0 to 3"):
+        decode(msgspec.msgpack.encode(data | {"borders": data["ids"]}), Support)
 
 
 def test_bounds_hold_for_decoded_records_too() -> None:

@@ -41,6 +41,7 @@ def test_the_ends_of_the_ranges_belong_to_them(values: dict[str, Any]) -> None:
 def test_all_filters_are_off_by_default() -> None:
     params = SamplingParams(4)
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.min_tokens) == (1.0, 1.0, 0, 0.0, 0)
+    assert not params.record_support
 
 
 def test_keys_sort_by_split_step_problem_sample_and_attempt() -> None:

@@ -11,9 +11,19 @@ from beamline.report.names import METRICS, is_metric
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
+DEFINITIONS, ALIASES = DOCS.read_text().split("\n## Names elsewhere\n")
+
+
 def test_every_metric_is_documented_once_and_nothing_else_is() -> None:
-    documented = re.findall(r"^\| `([a-z_]+/[^`]*|step|weights_version)` \|", DOCS.read_text(), re.MULTILINE)
+    documented = re.findall(r"^\| `([a-z_]+/[^`]*|step|weights_version)` \|", DEFINITIONS, re.MULTILINE)
     assert documented == list(METRICS)
+
+
+def test_names_elsewhere_are_given_for_metrics_that_there_are() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", ALIASES, re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    assert len(named) > 40
+    assert [name for name in named if name not in METRICS] == []
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,35 @@ def test_routes_keep_the_type_that_they_are_held_in() -> None:
     assert routes.dtype == np.uint16
 
 
+def test_a_completion_has_the_support_of_each_of_its_tokens_if_asked_for() -> None:
+    """Empty where nothing was noted; what was noted again, or of a token that was never drawn, does not count."""
+    target = slots()
+    target.admit([request(0), request(1, prefix=4, record_support=True)], SEED)
+    for tokens in ({0: 1, 1: 2}, {0: 1, 1: 3}, {0: 1, 1: 4}):
+        append(target, tokens)
+    target.allowed[1] |= {4: np.array([9, 9], np.int32), 6: np.array([8], np.int32), 7: np.array([7], np.int32)}
+    target.allowed[1][4] = np.array([2, 5], np.int32)
+    assert target.completion(0, "stop").support is None
+    support = target.completion(1, "stop").support
+    assert support is not None
+    assert (support.ids.tolist(), support.borders.tolist()) == ([2, 5, 8], [0, 2, 2, 3])
+
+
+def test_a_slot_forgets_the_support_of_the_sequence_before() -> None:
+    target = slots()
+    target.admit([request(0, record_support=True)], SEED)
+    target.allowed[0][3] = np.array([1, 2], np.int32)
+    target.release([0])
+    target.admit([request(1, record_support=True)], SEED)
+    append(target, {0: 4})
+    support = target.completion(0, "stop").support
+    assert support is not None
+    assert support.sizes.tolist() == [0]
+    target.release([0])
+    target.admit([request(2)], SEED)
+    assert target.completion(0, "stop").support is None
+
+
 def test_without_experts_there_are_no_routes() -> None:
     target = slots(moe_layers=0)
     target.admit([request(0)], SEED)

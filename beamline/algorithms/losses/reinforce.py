@@ -1,0 +1,15 @@
+"""The policy gradient weighted by the ratio, without any bound."""
+
+from beamline.algorithms.losses.surrogate import weighted
+from beamline.algorithms.losses.terms import TokenLosses, Tokens
+from beamline.config.algorithm import ReinforceLoss
+
+
+def token_losses(tokens: Tokens, config: ReinforceLoss) -> TokenLosses:
+    """``-(rho A)``. The gradient by log pi is ``-rho A``, the same as that of ``-(rho A log pi)`` with rho constant.
+
+    With the sampler as anchor this is the unbiased off-policy policy gradient of single tokens, at rho = 1 REINFORCE.
+
+    Source: REINFORCE, Williams 1992; tinker calls this loss ``importance_sampling``.
+    """
+    return weighted(tokens)
