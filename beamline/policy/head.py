@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from beamline.records.sampling import Support
+from beamline.records import Support
 
 
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:

@@ -25,7 +25,7 @@ from beamline.kernels.parallel import over_items, over_rows
 from beamline.policy.attention import Packing
 from beamline.policy.head import aligned
 from beamline.policy.positions import Floats, position_tables, rope_theta
-from beamline.records.sampling import Support
+from beamline.records import Support
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ Shape suffixes, used all over the package:
 from beamline.records.batch import Batch, Experience, pack
 from beamline.records.problem import Message, Problem
 from beamline.records.rollout import Grade, GradeStatus, Group, Rollout, Turn
-from beamline.records.sampling import Completion, Finish, Key, Request, SamplingParams, Split
+from beamline.records.sampling import Completion, Finish, Key, Request, SamplingParams, Split, Support
 
 __all__ = [
     "Batch",
@@ -38,6 +38,7 @@ __all__ = [
     "Rollout",
     "SamplingParams",
     "Split",
+    "Support",
     "Turn",
     "pack",
 ]

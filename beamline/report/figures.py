@@ -26,6 +26,8 @@ _AXIS: dict[str, Any] = {
 }
 
 
+_OPTIONAL = {"correction"}  # plots that a run without the option does not have
+
 _SPIKE = {"spikecolor": "var(--quiet)", "spikethickness": -1, "spikedash": "solid"}  # -1: without a white outline
 
 
@@ -67,12 +69,14 @@ def figures(lines: Lines) -> list[Figure]:
         _reward,
         _response_length,
         _mismatch,
+        _correction,
         _entropy,
         _clip_share,
+        _divergence,
         _grad_norm,
         _timing,
     )
-    drawn = [plot(lines) for plot in plots]
+    drawn = [figure for figure in (plot(lines) for plot in plots) if figure.traces or figure.id not in _OPTIONAL]
     if lines[-1]["step"] - lines[0]["step"] <= _MOST_LABELED_STEPS:
         for figure in drawn:
             figure.layout["xaxis"]["dtick"] = 1  # plotly.js would mark halves of a step
@@ -116,8 +120,9 @@ def _response_length(lines: Lines) -> Figure:
 
 
 def _mismatch(lines: Lines) -> Figure:
-    keys = {"max": "mismatch/logprob_abs_diff_max", "mean": "mismatch/logprob_abs_diff_mean"}
+    keys = {name: f"mismatch/logprob_abs_diff_{name}" for name in ("max", "p99", "mean")}
     traces = _line(lines, keys["max"], "max", _COLORS[2], ".2e", width=1)
+    traces += _line(lines, keys["p99"], "99 %", _COLORS[1], ".2e", width=1)
     traces += _line(lines, keys["mean"], "mean", _COLORS[0], ".2e")
     values = [line[key] for line in lines for key in keys.values() if key in line]
     note = "How far the sampler's and the learner's log-probabilities of the same token lie apart."
@@ -130,17 +135,48 @@ def _mismatch(lines: Lines) -> Figure:
     return Figure("mismatch", "Sampler against learner", note, traces, layout)
 
 
+def _correction(lines: Lines) -> Figure:
+    traces = _line(lines, "correction/kept_share", "kept", _COLORS[0], ".2%")
+    traces += _line(lines, "correction/kept_share_length_q4", "kept of long responses", _COLORS[0], ".2%", dash="dot")
+    for color, rule in zip(_COLORS[1:], ("veto", "sequence_mask", "weight"), strict=False):
+        name = "dropped by " + rule.replace("_", " ")
+        traces += _line(lines, f"correction/dropped_share_{rule}", name, color, ".2%", width=1)
+    traces += _line(lines, "correction/capped_share", "weight capped", _COLORS[5], ".2%", width=1)
+    note = (
+        "Share of tokens that the correction between sampler and learner keeps, and that each of its rules leaves out."
+    )
+    layout = _layout("share of tokens", ".2~%", rangemode="tozero")
+    return Figure("correction", "Correction", note, traces, layout)
+
+
 def _entropy(lines: Lines) -> Figure:
-    traces = _line(lines, "policy/entropy", "entropy", _COLORS[0], ".3f")
-    note = "Mean entropy of the policy's next-token distribution at the sampling temperature."
-    return Figure("entropy", "Entropy", note, traces, _layout("nats per token", legend=False, rangemode="tozero"))
+    quarters = zip(
+        range(1, 5), _COLORS[1:], ("first quarter", "second quarter", "third quarter", "last quarter"), strict=False
+    )
+    traces = [
+        trace
+        for n, color, name in quarters
+        for trace in _line(lines, f"policy/entropy_position_q{n}", name, color, ".3f", width=1)
+    ]
+    traces += _line(lines, "policy/entropy", "all tokens", _COLORS[0], ".3f")
+    note = "Mean entropy of the policy's next-token distribution at the sampling temperature, by place in the response."
+    return Figure("entropy", "Entropy", note, traces, _layout("nats per token", rangemode="tozero"))
 
 
 def _clip_share(lines: Lines) -> Figure:
     traces = _line(lines, "policy/clip_share_low", "low", _COLORS[0], ".3%")
     traces += _line(lines, "policy/clip_share_high", "high", _COLORS[2], ".3%")
-    note = "Share of trained tokens whose gradient was clipped away, at the lower and at the upper bound of the ratio."
+    note = "Share of trained tokens on which a bound of the ratio took hold, the lower and the upper one."
     return Figure("clip-share", "Clip share", note, traces, _layout("share of tokens", ".2~%", rangemode="tozero"))
+
+
+def _divergence(lines: Lines) -> Figure:
+    traces = _line(lines, "policy/kl_old", "from the start of the step", _COLORS[0], ".2e")
+    traces += _line(lines, "policy/kl_reference", "from the reference", _COLORS[2], ".2e")
+    note = (
+        "Estimates of the divergence of the policy: within a step (0 with one update), and from the model it began as."
+    )
+    return Figure("divergence", "Divergence", note, traces, _layout("nats per token", ".0e", rangemode="tozero"))
 
 
 def _grad_norm(lines: Lines) -> Figure:

@@ -17,7 +17,7 @@ _LEVEL = 3
 
 
 class RolloutRow(TypedDict):
-    """One sample.
+    """One sample, which ``step``, ``problem``, ``sample`` and ``attempt`` name together.
 
     ``response`` is the text with its control tokens; ``tokens`` and ``logprob_mean`` are over what the policy chose.
     ``reward`` is the sum of ``parts``. What could not be graded has no ``correct`` and no ``reward``, and an ``error``
@@ -27,6 +27,7 @@ class RolloutRow(TypedDict):
     step: int
     problem: str
     sample: int
+    attempt: int
     question: str
     answer: str
     response: str

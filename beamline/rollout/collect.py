@@ -9,8 +9,7 @@ import numpy as np
 
 from beamline.chat import BeamChat
 from beamline.errors import BeamlineError
-from beamline.records import Completion, Group, Key, Problem, Request, Rollout, SamplingParams, Split, Turn
-from beamline.records.sampling import Support
+from beamline.records import Completion, Group, Key, Problem, Request, Rollout, SamplingParams, Split, Support, Turn
 from beamline.rollout.sampler import Sampler
 
 _POLL_SECONDS = 0.2

@@ -18,6 +18,7 @@ def rows(groups: Sequence[Group], chat: BeamChat, step: int) -> list[RolloutRow]
                 "step": step,
                 "problem": group.problem.id,
                 "sample": rollout.key.sample,
+                "attempt": rollout.key.attempt,
                 "question": group.problem.text,
                 "answer": group.problem.answer,
                 "response": chat.decode(rollout.token_ids[policy]),

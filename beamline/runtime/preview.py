@@ -1,8 +1,10 @@
 """What a run would do, found out without doing it."""
 
-from math import prod
+from fractions import Fraction
+from math import ceil, prod
 
 from beamline.checkpoint import CheckpointStore
+from beamline.config.algorithm import AlgorithmConfig, DynamicSampling, OverSampling
 from beamline.config.schema import RunConfig
 from beamline.data import ProblemSet
 from beamline.model.beam import tensors
@@ -36,13 +38,38 @@ def preview(config: RunConfig) -> str:
         f"steps       {config.steps}, each {algorithm.prompts_per_step} problems x {algorithm.samples_per_prompt} "
         f"samples = {samples} responses and {per_step} update{'s' if per_step > 1 else ''}",
         f"sequences   up to {positions(config)} tokens, {config.rollout.slots} at a time",
+        _algorithm_line(algorithm),
         *_data_lines(data, config),
     ]
     return "\n".join(lines)
 
 
+def _algorithm_line(algorithm: AlgorithmConfig) -> str:
+    place, (least, most) = algorithm.kl.place, _draws(algorithm)
+    reference = "no KL penalty" if place == "none" else f"KL penalty in the {place}, so a second model in memory"
+    draws = f"{least}" if least == most else f"{least} to {most}"
+    return (
+        f"algorithm   advantage {algorithm.advantage.name}, loss {algorithm.loss.name} ({algorithm.aggregation}), "
+        f"sampling {algorithm.sampling.name} ({draws} problems a step), {reference}"
+    )
+
+
+def _draws(algorithm: AlgorithmConfig) -> tuple[int, int]:
+    """Problems that a step takes of the training set, at least and at most."""
+    wanted = algorithm.prompts_per_step
+    match algorithm.sampling:
+        case DynamicSampling(rounds=rounds):
+            return wanted, rounds * wanted
+        case OverSampling(factor=factor):
+            count = ceil(Fraction(repr(factor)) * wanted)
+            return count, count
+        case _:
+            return wanted, wanted
+
+
 def _data_lines(data: Data, config: RunConfig) -> list[str]:
-    lines = _training_lines(data.train, config.steps * config.algorithm.prompts_per_step)
+    least, most = _draws(config.algorithm)
+    lines = _training_lines(data.train, config.steps * least, config.steps * most)
     lines += [
         f"evaluation  {name}: {len(problems)} problems x {config.evaluation.samples_per_problem} samples"
         for name, problems in data.evaluation.items()
@@ -52,13 +79,18 @@ def _data_lines(data: Data, config: RunConfig) -> list[str]:
     return lines + [f"left out    {line}" for line in left_out(data.sets)]
 
 
-def _training_lines(train: ProblemSet, draws: int) -> list[str]:
+def _training_lines(train: ProblemSet, least: int, most: int) -> list[str]:
+    """What is trained on, and how often it is passed through by so many draws."""
+
+    def times(problems: float) -> str:
+        passes = f"{least / problems:.2f}" if least == most else f"{least / problems:.2f} to {most / problems:.2f}"
+        return f"passed through {passes} times"
+
     if not train.parts:
-        return [f"training    {len(train)} problems, passed through {draws / len(train):.2f} times"]
+        return [f"training    {len(train)} problems, {times(len(train))}"]
     total = sum(part.weight for part in train.parts)
     shares = [(part, float(part.weight / total)) for part in train.parts]
     return [f"training    {len(train)} problems in {len(shares)} parts"] + [
-        f"training    {part.name}: {share:.1%} of each step, {part.problems} problems, passed through "
-        f"{draws * share / part.problems:.2f} times"
+        f"training    {part.name}: {share:.1%} of each step, {part.problems} problems, {times(part.problems / share)}"
         for part, share in shares
     ]

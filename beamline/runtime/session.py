@@ -179,12 +179,12 @@ def _announce(console: RunConsole, config: RunConfig, data: Data, resumed_at: in
 
 
 def _speeds(metrics: Mapping[str, float], spent: Mapping[str, float]) -> dict[str, float]:
-    """Response tokens a second of sampling, and of everything that the learner does."""
+    """Response tokens a second of sampling, and of everything that the learner does where it made an update."""
     if "train/tokens" not in metrics:
         return {}
-    learning = spent["timing/old_logprobs"] + spent["timing/update"]
-    return {
-        "timing/sampling_tokens_per_s": (metrics["train/tokens"] + metrics["train/tokens_unjudged"])
-        / spent["timing/sampling"],
-        "timing/training_tokens_per_s": metrics["train/tokens"] / learning,
-    }
+    sampled = metrics["train/tokens"] + metrics["train/tokens_unjudged"]
+    speeds = {"timing/sampling_tokens_per_s": sampled / spent["timing/sampling"]}
+    if "policy/grad_norm" in metrics:
+        learning = spent["timing/old_logprobs"] + spent["timing/update"]
+        speeds["timing/training_tokens_per_s"] = metrics["policy/counted_tokens"] / learning
+    return speeds

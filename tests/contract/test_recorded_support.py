@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from beamline.policy import head, parity
 from beamline.policy.attention import Packing
-from beamline.records import Completion, Experience, Request, pack
-from beamline.records.sampling import Support
+from beamline.records import Completion, Experience, Request, Support, pack
 from beamline.rollout.collect import to_rollout
 from tests.contract.engines import SamplerFactory, local_sampler
 from tests.contract.sampling import PREFIX_LENGTHS, AssertSame, request, requests, resumed, run, sequence, start

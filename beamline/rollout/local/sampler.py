@@ -12,8 +12,7 @@ import torch
 from beamline.model.beam import BeamShape, tensors
 from beamline.model.layout import DType, Layout, TensorSlice, WeightKind
 from beamline.policy.weights import first_not_finite
-from beamline.records import Completion, Key, Request
-from beamline.records.sampling import Support
+from beamline.records import Completion, Key, Request, Support
 from beamline.rollout.local.beam import BeamDecoder
 from beamline.rollout.local.cache import SlotCache
 from beamline.rollout.local.slots import Slots

@@ -5,9 +5,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from beamline.records import Completion, Finish, Request
+from beamline.records import Completion, Finish, Request, Support
 from beamline.records.random import uniforms
-from beamline.records.sampling import Support
 
 Allowed = dict[int, NDArray[np.int32]]  # by position: the tokens that could be drawn there, where not all could
 

@@ -273,3 +273,14 @@ def test_a_log_probability_that_is_missing_is_an_error_that_says_whose(engine: s
 def test_a_missing_log_probability_is_an_error_without_rules_too() -> None:
     with pytest.raises(ValueError, match="not finite"):
         correct(np.array([np.nan]), np.array([-1.0]), np.array([1]), CorrectionConfig())
+
+
+def test_tokens_whose_weight_the_cap_lowered_are_marked_for_truncated_weights_alone() -> None:
+    old, sampler = np.log([0.5, 0.5, 0.5]), np.log([0.5, 0.2, 0.25])  # ratios 1, 2.5, 2
+    token = correct(old, sampler, np.array([3]), CorrectionConfig(weight=TruncatedWeight(cap=2.1)))
+    assert token.capped_T is not None
+    assert token.capped_T.tolist() == [False, True, False]
+    sequence = correct(old, sampler, np.array([1, 2]), CorrectionConfig(weight=TruncatedWeight(level="sequence")))
+    assert sequence.capped_T is not None
+    assert sequence.capped_T.tolist() == [False, True, True]  # 2.5 x 2 is over the cap of 2
+    assert correct(old, sampler, np.array([3]), CorrectionConfig(weight=MaskedWeight())).capped_T is None

@@ -165,7 +165,7 @@ def test_engines_that_agree_have_exact_figures() -> None:
     assert {name: repr(value) for name, value in figures.items()} == {
         name: "1.0" if name.removeprefix("mismatch/") in ones else "0.0" for name in figures
     }
-    assert len(figures) == 13
+    assert len(figures) == 14
 
 
 def test_a_policy_that_has_not_moved_has_a_divergence_of_exactly_zero() -> None:
@@ -356,3 +356,11 @@ def test_the_order_of_tokens_in_their_sequence_does_not_matter_to_figures_of_the
 def test_figures_are_plain_floats_that_json_can_write() -> None:
     figures = mismatch_statistics(compared_tokens([3, 2], seed=0), LIMIT) | policy_statistics(learned_tokens(5, seed=0))
     assert {type(value) for value in figures.values()} == {float}
+
+
+def test_the_share_of_capped_weights_is_there_where_weights_can_be_capped() -> None:
+    logprobs, everything = np.full(4, -1.0, np.float32), np.ones(4, dtype=bool)
+    capped = np.array([True, False, False, False])
+    compared = Compared(logprobs, logprobs, np.array([4]), {}, everything, np.ones(4), capped)
+    assert mismatch_statistics(compared, LIMIT)["correction/capped_share"] == 0.25
+    assert "correction/capped_share" not in mismatch_statistics(replace(compared, capped=None), LIMIT)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from beamline.policy import head, parity
-from beamline.records.sampling import Support
+from beamline.records import Support
 
 N, D, V, CAP = 37, 16, 50, 5.0
 GENERATOR = torch.Generator().manual_seed(0)

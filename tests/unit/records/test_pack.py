@@ -3,8 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from beamline.records import Batch, Experience, pack
-from beamline.records.sampling import Support
+from beamline.records import Batch, Experience, Support, pack
 from tests.samples import make_rollout
 
 

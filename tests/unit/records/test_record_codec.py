@@ -16,11 +16,11 @@ from beamline.records import (
     Request,
     Rollout,
     SamplingParams,
+    Support,
     Turn,
     pack,
 )
 from beamline.records.codec import decode, encode
-from beamline.records.sampling import Support
 from tests.samples import make_grade, make_group, make_problem, make_rollout
 
 KEY = Key("eval", 3, "a problem – with any text", 2, attempt=1)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beamline.records.sampling import Support
+from beamline.records import Support
 
 ENTRIES = [[3, 1], [], [5], [], [0, 2, 4, 6]]
 LISTS = st.lists(st.lists(st.integers(0, 9), max_size=4, unique=True), max_size=6)

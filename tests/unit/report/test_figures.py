@@ -83,5 +83,16 @@ def test_a_difference_of_zero_is_drawn_on_a_linear_axis() -> None:
     assert "type" not in draw("mismatch", [{"step": 1, keys[0]: 0.0, keys[1]: 0.0}]).layout["yaxis"]
 
 
+def test_a_correction_has_a_plot_where_there_is_one() -> None:
+    corrected: dict[str, float] = {"step": 1, "correction/kept_share": 0.9, "correction/dropped_share_veto": 0.1}
+    assert [t["name"] for t in draw("correction", [corrected]).traces] == ["kept", "dropped by veto"]
+    assert "correction" not in [figure.id for figure in figures(LINES)]
+
+
+def test_entropy_is_drawn_by_place_in_the_response_too() -> None:
+    line: dict[str, float] = {"step": 1, "policy/entropy": 0.5, "policy/entropy_position_q4": 0.2}
+    assert {t["name"]: t["y"] for t in draw("entropy", [line]).traces} == {"all tokens": [0.5], "last quarter": [0.2]}
+
+
 def test_what_was_not_recorded_has_no_traces() -> None:
     assert all(not figure.traces for figure in figures([{"step": 0, "weights_version": 0}]))

@@ -1,7 +1,6 @@
 import numpy as np
 
-from beamline.records import Completion, Key, Request, SamplingParams
-from beamline.records.sampling import Support
+from beamline.records import Completion, Key, Request, SamplingParams, Support
 from beamline.rollout.collect import to_rollout
 
 REQUEST = Request(Key("train", 1, "p", 0), np.arange(3, dtype=np.int32), SamplingParams(8, record_support=True))

@@ -10,8 +10,7 @@ import pytest
 from beamline.chat import BeamChat
 from beamline.config.schema import OverlongConfig, RewardConfig
 from beamline.policy.weights import module_layout, named_tensors
-from beamline.records import Completion, Group, Key, Request, Rollout, SamplingParams
-from beamline.records.sampling import Support
+from beamline.records import Completion, Group, Key, Request, Rollout, SamplingParams, Support
 from beamline.rollout.collect import Cutoff, Job, Sampled, joined, sample, sample_until
 from beamline.rollout.grading import Grading
 from beamline.rollout.local import LocalSampler
