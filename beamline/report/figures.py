@@ -26,7 +26,7 @@ _AXIS: dict[str, Any] = {
 }
 
 
-_OPTIONAL = {"correction"}  # plots that a run without the option does not have
+_OPTIONAL = {"correction", "divergence"}  # plots that some runs have nothing for
 
 _SPIKE = {"spikecolor": "var(--quiet)", "spikethickness": -1, "spikedash": "solid"}  # -1: without a white outline
 
@@ -171,11 +171,10 @@ def _clip_share(lines: Lines) -> Figure:
 
 
 def _divergence(lines: Lines) -> Figure:
-    traces = _line(lines, "policy/kl_old", "from the start of the step", _COLORS[0], ".2e")
+    moved = any(line.get("policy/kl_old") for line in lines)  # with one update a step it never does
+    traces = _line(lines, "policy/kl_old", "from the start of the step", _COLORS[0], ".2e") if moved else []
     traces += _line(lines, "policy/kl_reference", "from the reference", _COLORS[2], ".2e")
-    note = (
-        "Estimates of the divergence of the policy: within a step (0 with one update), and from the model it began as."
-    )
+    note = "Estimates of the divergence of the policy: within a step, and from the model that it began as."
     return Figure("divergence", "Divergence", note, traces, _layout("nats per token", ".0e", rangemode="tozero"))
 
 

@@ -12,7 +12,17 @@ from tests.fake_run import fake_row, write_fake_run
 
 TIMEOUT = 120
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-LINES = {"reward": 1, "response-length": 3, "mismatch": 2, "entropy": 1, "clip-share": 2, "grad-norm": 1, "accuracy": 7}
+LINES = {
+    "reward": 1,
+    "response-length": 3,
+    "mismatch": 3,
+    "correction": 3,
+    "entropy": 5,
+    "clip-share": 2,
+    "divergence": 1,
+    "grad-norm": 1,
+    "accuracy": 7,
+}
 BANDS = {"reward": 1, "accuracy": 2}
 SWITCHES = (
     "--headless",
@@ -57,7 +67,7 @@ def dom(report: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_all_plots_are_drawn_without_an_error(dom: str) -> None:
     [root] = re.findall(r"<html[^>]*>", dom)
-    assert 'data-ready="8"' in root
+    assert 'data-ready="10"' in root
     assert "data-error" not in root
 
 

@@ -89,6 +89,12 @@ def test_a_correction_has_a_plot_where_there_is_one() -> None:
     assert "correction" not in [figure.id for figure in figures(LINES)]
 
 
+def test_divergences_have_a_plot_where_a_step_moved_the_policy_more_than_once() -> None:
+    still: dict[str, float] = {"step": 1, "policy/kl_old": 0.0}
+    assert "divergence" not in [figure.id for figure in figures([still])]
+    assert draw("divergence", [still, {"step": 2, "policy/kl_old": 1e-3}]).traces[0]["y"] == [0.0, 1e-3]
+
+
 def test_entropy_is_drawn_by_place_in_the_response_too() -> None:
     line: dict[str, float] = {"step": 1, "policy/entropy": 0.5, "policy/entropy_position_q4": 0.2}
     assert {t["name"]: t["y"] for t in draw("entropy", [line]).traces} == {"all tokens": [0.5], "last quarter": [0.2]}

@@ -28,7 +28,7 @@ def page(run: Path, samples: int = 8) -> str:
 
 def test_a_run_is_shown(fake_run: Path) -> None:
     text = page(fake_run)
-    assert text.count('class="plot"') == 8
+    assert text.count('class="plot"') == 10
     assert "Not recorded yet" not in text
     assert "Step 7 · 8 of 256 responses" in text
     assert "Step 49 · 8 of 256 responses" in text
