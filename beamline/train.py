@@ -62,7 +62,7 @@ def one_step(run: Run, step: int) -> None:
     run.problems_drawn += drawn.problems
     run.updates += sum(not update.skipped for update in stats)
     run.skipped_updates += config.updates_per_step - sum(not update.skipped for update in stats)
-    sampled = sampling_statistics(drawn.sampled, config.algorithm.advantage) | drawn.metrics
+    sampled = sampling_statistics(drawn.sampled) | drawn.metrics
     run.record(step, sampled | update_statistics(stats, config.rollout.max_response_tokens) | evaluated)
 
 
@@ -92,7 +92,7 @@ def sample_groups(run: Run, step: int) -> Drawn:
         run.console.print(drawn.note)
     if isinstance(algorithm.kl, KlReward):
         with run.timings("old_logprobs"):
-            drawn = replace(drawn, sampled=with_kl_penalty(drawn.sampled, run.engines.learner, algorithm.kl))
+            drawn = drawn.changed(partial(with_kl_penalty, learner=run.engines.learner, config=algorithm.kl))
     return drawn
 
 
@@ -118,8 +118,8 @@ def learn(run: Run, groups: list[Group]) -> list[StepStats]:
     with run.timings("update"), run.console.phase("training", len(prepared)) as bar:
         for mini_batch in prepared:
             stats.append(learner.step(mini_batch))
-            run.first_update &= stats[-1].skipped
             bar.advance(stats[-1].tokens)
+    run.guarded |= bool(stats) and not stats[0].skipped
     return stats
 
 
@@ -139,7 +139,7 @@ def loss_config(run: Run, on_policy: bool) -> LossConfig:
         response_limit=run.config.rollout.max_response_tokens,
         seed=run.config.seed,
         on_policy=on_policy,
-        first=on_policy and run.first_update,
+        first=on_policy and not run.guarded,
     )
 
 

@@ -56,11 +56,12 @@ def mismatch_statistics(compared: Compared, limit: int) -> dict[str, float]:
     ratio, size = _exp(log_ratio), np.abs(log_ratio)
     sequence = np.repeat(np.arange(len(compared.tokens_B)), compared.tokens_B)
     sums = np.bincount(sequence, weights=log_ratio).astype(np.float64)
+    median, p99 = np.quantile(size, [0.5, 0.99])
     metrics = {
         "mismatch/logprob_abs_diff_mean": size.mean(),
         "mismatch/logprob_abs_diff_std": size.std(),
-        "mismatch/logprob_abs_diff_p50": np.quantile(size, 0.5),
-        "mismatch/logprob_abs_diff_p99": np.quantile(size, 0.99),
+        "mismatch/logprob_abs_diff_p50": median,
+        "mismatch/logprob_abs_diff_p99": p99,
         "mismatch/logprob_abs_diff_max": size.max(),
         "mismatch/ratio_mean": ratio.mean(),
         "mismatch/kl_k1": (sampler - old).mean(),

@@ -26,18 +26,18 @@ def estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
     return torch.expm1(-held) + held
 
 
-def kl_losses(logprobs_T: Tensor, old_logprobs_T: Tensor, reference_T: Tensor, config: KlLoss) -> Tensor:
+def kl_losses(logprobs_T: Tensor, anchor_logprobs_T: Tensor, reference_T: Tensor, config: KlLoss) -> Tensor:
     """The penalty of each token ``[T]``, before its coefficient: the estimate of KL(pi || pi_ref).
 
     With ``unbiased_gradient`` the value is the same and the gradient is ``rho d`` times that of log pi, ``rho = pi /
-    pi_old`` (e^20 at most) and ``d = log pi - log pi_ref`` held fixed: for tokens drawn from pi_old its expectation is
-    the gradient of the divergence. It is the gradient of ``rho k3`` too (DeepSeek-V3.2, arXiv 2512.02556, equation 7),
+    anchor`` (e^20 at most) and ``d = log pi - log pi_ref`` held fixed: for tokens drawn from the anchor its expectation
+    is the gradient of the divergence. It is the gradient of ``rho k3`` too (DeepSeek-V3.2, arXiv 2512.02556, equation 7),
     and that of k2 where rho is 1.
     """
     log_ratio = logprobs_T - reference_T
     value = estimate(log_ratio, config.estimator)
     if config.unbiased_gradient:
-        rho = (logprobs_T - old_logprobs_T).clamp(max=_LARGEST).exp()
+        rho = (logprobs_T - anchor_logprobs_T).clamp(max=_LARGEST).exp()
         straight = (rho * log_ratio).detach() * (logprobs_T - logprobs_T.detach())  # 0, with the gradient wanted
         value = value.detach() + straight
     return value

@@ -11,7 +11,7 @@ class LossConfig:
 
     ``response_limit`` is the most tokens that a response may have. ``on_policy`` says that the weights are still those
     that sampled: then ``pi_old`` is ``pi`` itself, detached, and no pass is spent on it. ``first`` says that it is the
-    first update of the process, which the guards look at.
+    first update of the process by the weights that sampled, which the guards look at.
     """
 
     algorithm: AlgorithmConfig

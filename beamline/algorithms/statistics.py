@@ -5,18 +5,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from beamline.algorithms.advantages import has_signal, rewards_of
-from beamline.config.algorithm import Advantage
 from beamline.records import Group, Rollout
 
 
-def sampling_statistics(groups: Sequence[Group], advantage: Advantage) -> dict[str, float]:
-    """The ``train/`` metrics of what a step sampled."""
+def sampling_statistics(groups: Sequence[Group]) -> dict[str, float]:
+    """The ``train/`` metrics of the responses that a step sampled and judged."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     grades = [rollout.verdict for rollout in rollouts if rollout.verdict is not None]
     statuses = Counter("ungraded" if r.grade is None else r.grade.status for r in rollouts)
     tokens = np.array([rollout.response_tokens for rollout in rollouts])
-    signals = [has_signal(rewards_of(group), advantage) for group in groups]
     metrics = {
         "train/graded": len(grades),
         "train/ungraded": len(rollouts) - len(grades),
@@ -25,7 +22,6 @@ def sampling_statistics(groups: Sequence[Group], advantage: Advantage) -> dict[s
         "train/response_tokens_mean": float(tokens.mean()),
         "train/response_tokens_max": int(tokens.max()),
         "train/truncated_share": truncated_share(rollouts),
-        "train/groups_without_signal": len(groups) - sum(signals),
         "train/tokens": int(tokens.sum()),
     }
     if grades:
@@ -36,8 +32,9 @@ def sampling_statistics(groups: Sequence[Group], advantage: Advantage) -> dict[s
             "train/well_formed_share": float(np.mean([grade.well_formed for grade in grades])),
             "train/overlong_penalty_mean": float(np.mean([grade.parts.get("overlong", 0.0) for grade in grades])),
         }
-        if all("kl" in grade.parts for grade in grades):
-            metrics["train/kl_penalty_mean"] = float(np.mean([grade.parts["kl"] for grade in grades]))
+        penalties = [grade.parts["kl"] for grade in grades if "kl" in grade.parts]
+        if penalties:
+            metrics["train/kl_penalty_mean"] = float(np.mean(penalties))
         if len(grades) > 1:
             metrics["train/reward_std"] = float(rewards.std(ddof=1))
     return metrics

@@ -116,18 +116,24 @@ def key_lines(text: str) -> dict[KeyPath, int]:
 def merge(lower: Tree | None, upper: Tree, shape: Shape | None) -> Tree:
     """Lay ``upper`` over ``lower``: the keys of a section are merged, a mapping of free names is replaced whole.
 
-    A bare text for a section with variants, or with an ``engine``, names one: ``algorithm.loss=gspo``. Text that is
-    set again to what it was keeps its origin.
+    A bare text for a section with variants, or with an ``engine``, names one: ``algorithm.loss=gspo``.
     """
     if isinstance(upper, Setting):
         chooser = (shape.discriminator or ("engine" if "engine" in shape.fields else None)) if shape else None
         if isinstance(upper.value, str) and chooser is not None and "${" not in upper.value:
             return merge(lower, {chooser: upper}, shape)
-        again = isinstance(lower, Setting) and isinstance(upper.value, str) and upper.value == lower.value
-        return lower if again and lower is not None else upper
+        return upper
     if not isinstance(lower, dict) or shape is None or shape.entry is not None:
         return upper
-    return {**lower, **{key: merge(lower.get(key), value, shape.child(key)) for key, value in upper.items()}}
+    merged = {key: merge(lower.get(key), value, shape.child(key)) for key, value in upper.items()}
+    return {**lower, **{key: _chosen(shape, key, lower.get(key), value) for key, value in merged.items()}}
+
+
+def _chosen(shape: Shape | None, key: str, lower: Tree | None, upper: Tree) -> Tree:
+    """What a key is set to; a variant that is chosen again keeps the layer that first chose it, and all its keys."""
+    names_variant = shape is not None and key == shape.discriminator
+    again = isinstance(lower, Setting) and isinstance(upper, Setting) and upper.value == lower.value
+    return lower if names_variant and again and lower is not None else upper
 
 
 def assign(tree: Tree, path: KeyPath, value: Tree, shape: Shape | None, done: KeyPath = ()) -> Tree:
@@ -142,7 +148,8 @@ def assign(tree: Tree, path: KeyPath, value: Tree, shape: Shape | None, done: Ke
         reason = f"{'.'.join(done)} is {shown(tree.value)}, which has no keys"
         raise ConfigError([Problem(reason, ".".join(done + path), shown(plain(value)), "override")])
     key, child = path[0], shape.child(path[0]) if shape is not None else None
-    return {**tree, key: assign(tree.get(key, {}), path[1:], value, child, (*done, key))}
+    assigned = assign(tree.get(key, {}), path[1:], value, child, (*done, key))
+    return {**tree, key: _chosen(shape, key, tree.get(key), assigned)}
 
 
 def drop_stale(tree: Tree, shape: Shape | None, look_up: Callable[[KeyPath], Any], path: KeyPath = ()) -> Tree:

@@ -172,13 +172,16 @@ def _counts(
 def _selections(
     sequences: Sequence[Experience], keep: Sequence[NDArray[np.bool_]], old: Sequence[Floats] | None, loss: LossConfig
 ) -> list[NDArray[np.bool_]] | None:
-    """For a loss that chooses tokens over the whole mini-batch: which, among those that are kept."""
+    """For a loss that chooses tokens over the whole mini-batch: which, among those that are kept and have an advantage.
+
+    Sequences without one may be there for a KL loss alone, and must not change what is chosen.
+    """
     if not selects(loss.algorithm.loss) or not sequences:
         return None
     assert old is not None
     advantages = [np.full(len(k), e.advantage) for e, k in zip(sequences, keep, strict=True)]
     draws = [_uniforms(e, len(k), loss.seed) for e, k in zip(sequences, keep, strict=True)]
-    keep_T = np.concatenate(keep)
+    keep_T = np.concatenate(keep) & (np.concatenate(advantages) != 0)
     columns = [np.concatenate(column).astype(np.float64)[keep_T] for column in (old, advantages, draws)]
     selected_T = np.zeros(len(keep_T), dtype=bool)
     selected_T[keep_T] = select(BatchTokens(*columns), loss.algorithm.loss)

@@ -38,6 +38,7 @@ class Drawn:
     sampled: list[Group]
     chosen: list[int]
     problems: int
+    groups_without_signal: int
     rounds: int = 1
     groups_left_out: int = 0
     groups_missing: int = 0
@@ -49,10 +50,17 @@ class Drawn:
         """The groups that are learned from."""
         return [self.sampled[place] for place in self.chosen]
 
+    def changed(self, change: Callable[[list[Group]], list[Group]]) -> "Drawn":
+        """The same with each group that is learned from changed, once however often it is there."""
+        places = sorted(set(self.chosen))
+        new = dict(zip(places, change([self.sampled[place] for place in places]), strict=True))
+        return replace(self, sampled=[new.get(place, group) for place, group in enumerate(self.sampled)])
+
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics of the strategy, defined in ``docs/metrics.md``."""
         return {
+            "train/groups_without_signal": self.groups_without_signal,
             "train/sampling_rounds": self.rounds,
             "train/groups_left_out": self.groups_left_out,
             "train/groups_missing": self.groups_missing,
@@ -71,14 +79,18 @@ def draw(
     match strategy:
         case PlainSampling():
             groups = sample_round(replace(job, problems=take(0, wanted))).groups
-            return Drawn(groups, list(range(len(groups))), wanted)
+            return _everything(groups, wanted, has_signal)
         case DynamicSampling():
             return _dynamic(strategy, job, wanted, take, sample_round, has_signal)
         case ReplaceSampling():
             groups = sample_round(replace(job, problems=take(0, wanted))).groups
             return _replaced(strategy, seed, job.step, groups, [has_signal(group) for group in groups])
         case OverSampling():
-            return _oversampled(strategy, job, wanted, take, sample_round)
+            return _oversampled(strategy, job, wanted, take, sample_round, has_signal)
+
+
+def _everything(groups: list[Group], problems: int, has_signal: Signal) -> Drawn:
+    return Drawn(groups, list(range(len(groups))), problems, sum(not has_signal(group) for group in groups))
 
 
 def _dynamic(
@@ -104,6 +116,7 @@ def _dynamic(
         sampled,
         chosen,
         problems,
+        len(sampled) - len(found),
         rounds,
         groups_left_out=len(sampled) - len(chosen),
         groups_missing=missing,
@@ -128,22 +141,19 @@ def _replaced(strategy: ReplaceSampling, seed: int, step: int, groups: list[Grou
             f"step {step}: {len(found)} of {len(groups)} groups have a signal, too few to replace the others by "
             f"(algorithm.sampling.min_share={strategy.min_share:g})"
         )
-        return Drawn(groups, list(range(len(groups))), len(groups), groups_missing=without, note=note)
+        return Drawn(groups, list(range(len(groups))), len(groups), without, groups_missing=without, note=note)
     order = np.argsort(stream(seed, "replace", step).random_raw(len(found)), kind="stable")
     copies = iter(found[order[i % len(found)]] for i in range(without))
     chosen = [place if signal else next(copies) for place, signal in enumerate(signals)]
-    return Drawn(groups, chosen, len(groups), groups_left_out=without)
+    return Drawn(groups, chosen, len(groups), without, groups_left_out=without)
 
 
-def _oversampled(strategy: OverSampling, job: Job, wanted: int, take: Take, sample_round: SampleRound) -> Drawn:
+def _oversampled(
+    strategy: OverSampling, job: Job, wanted: int, take: Take, sample_round: SampleRound, has_signal: Signal
+) -> Drawn:
     """More problems than are wanted; the job's cutoff leaves out those whose responses are long."""
     count = ceil(Fraction(repr(strategy.factor)) * wanted)  # as it was written: the double of 1.1 is more than 1.1
     cutoff = Cutoff(strategy.cutoff_tokens, groups=wanted)
     made = sample_round(replace(job, problems=take(0, count), cutoff=cutoff))
-    return Drawn(
-        made.groups,
-        list(range(len(made.groups))),
-        count,
-        groups_left_out=made.groups_left_out,
-        tokens_unjudged=made.tokens_left_out,
-    )
+    drawn = _everything(made.groups, count, has_signal)
+    return replace(drawn, groups_left_out=made.groups_left_out, tokens_unjudged=made.tokens_left_out)

@@ -51,7 +51,7 @@ class Run:
     updates: int = 0
     skipped_updates: int = 0
     problems_drawn: int = 0
-    first_update: bool = True
+    guarded: bool = False
     line: dict[str, float] = field(default_factory=dict)
     last_line_at: float = field(default_factory=time.perf_counter)
 

@@ -77,9 +77,7 @@ def written(
     if isinstance(loss.algorithm.kl, KlLoss):
         with torch.no_grad():
             away = torch.cat([logprobs_by(OTHER, e) for e in sequences])
-        loss_T = loss_T + loss.algorithm.kl.coefficient * kl_losses(
-            logprobs, logprobs.detach(), away, loss.algorithm.kl
-        )
+        loss_T = loss_T + loss.algorithm.kl.coefficient * kl_losses(logprobs, anchor, away, loss.algorithm.kl)
     total = (torch.cat([torch.full((n,), w) for n, w in zip(sizes, weights, strict=True)]) * loss_T).sum()
     return named_gradients(PLAIN, total)
 
@@ -243,6 +241,16 @@ def test_a_kl_loss_pulls_towards_the_reference(learner_factory: LearnerFactory, 
         away = torch.cat([logprobs_by(PLAIN, e) - logprobs_by(OTHER, e) for e in sequences])
     value = {"k1": away, "k2": away**2 / 2, "k3": (-away).exp() - 1 + away}[estimator]
     assert metrics(stats)["policy/kl_reference"] == pytest.approx(float(value.mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_a_kl_loss_beside_a_loss_anchored_at_the_sampler_weighs_by_the_ratio_to_it(
+    learner_factory: LearnerFactory, on_policy: bool
+) -> None:
+    """The tokens are the sampler's: whatever update it is, the gradient of the divergence is rho d, rho = pi / mu."""
+    loss = loss_of(on_policy, loss={"name": "reinforce"}, kl={"place": "loss", "coefficient": 0.2})
+    gradient, _ = updated_gradient(tuned(learner_factory, reference=random_beam(seed=1)), near(), loss)
+    assert_gradients_equal(gradient, written(near(), even(near()), loss), 2e-5)
 
 
 def test_forward_evaluates_the_reference_where_there_is_one(learner_factory: LearnerFactory) -> None:

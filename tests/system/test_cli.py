@@ -60,7 +60,10 @@ MISTAKES = {
     "step=5": ["step=5", "unknown key; did you mean steps"],
     "steps=many": ['steps="many"', "expected integer >= 1"],
     "rollout.temperature=0": ["rollout.temperature=0", "expected number >= 0.001 and <= 1000.0"],
-    "rollout.top_p=0.9": ["rollout.top_p=0.9 cannot be trained on", "use rollout.record_support=true, or rollout.top_p=1.0"],
+    "rollout.top_p=0.9": [
+        "rollout.top_p=0.9 cannot be trained on",
+        "use rollout.record_support=true, or rollout.top_p=1.0",
+    ],
     "algorithm.prompts_per_update=3": ["prompts_per_update=3 does not divide algorithm.prompts_per_step=4"],
     "steps": ["override 'steps'", "dotted.key=value"],
 }

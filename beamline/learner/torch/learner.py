@@ -177,7 +177,7 @@ class TorchLearner:
         loss_T, kl_T, kl = micro.corrections_T * losses.loss_T, None, loss.algorithm.kl
         if isinstance(kl, KlLoss):
             assert micro.reference_logprobs_T is not None
-            kl_T = kl_losses(logprobs, old, micro.reference_logprobs_T, kl)
+            kl_T = kl_losses(logprobs, anchor, micro.reference_logprobs_T, kl)
             loss_T = loss_T + kl.coefficient * kl_T
         total = (micro.weights_T * loss_T).sum()
         total.backward()

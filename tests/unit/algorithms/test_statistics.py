@@ -6,11 +6,9 @@ from math import sqrt
 import pytest
 
 from beamline.algorithms.statistics import sampling_statistics
-from beamline.config.algorithm import GrpoAdvantage
 from beamline.records import Finish, Grade, Group
 from tests.samples import make_grade, make_group, make_problem, make_rollout
 
-GRPO = GrpoAdvantage()
 RIGHT, WRONG = make_grade(1.0, correct=True), make_grade(-1.0, well_formed=False)
 TIMEOUT, ERROR = make_grade(5.0, correct=True, status="timeout"), make_grade(5.0, correct=True, status="error")
 
@@ -29,7 +27,7 @@ def test_a_step_with_every_kind_of_response() -> None:
     ]
     rewards = [1.0, -1.0, 0.5, -1.0]
     mean = sum(rewards) / 4
-    assert sampling_statistics(groups, GRPO) == pytest.approx(
+    assert sampling_statistics(groups) == pytest.approx(
         {
             "train/graded": 4,
             "train/ungraded": 2,
@@ -43,26 +41,14 @@ def test_a_step_with_every_kind_of_response() -> None:
             "train/response_tokens_mean": 30 / 6,
             "train/response_tokens_max": 8,
             "train/truncated_share": 2 / 6,
-            "train/groups_without_signal": 1,
             "train/tokens": 30,
         },
         abs=1e-12,
     )
 
 
-def test_groups_without_signal_are_those_that_teach_nothing() -> None:
-    groups = [
-        make_group(RIGHT, WRONG),
-        make_group(RIGHT, RIGHT),
-        make_group(RIGHT, TIMEOUT),
-        make_group(TIMEOUT, None),
-        make_group(WRONG, WRONG, RIGHT),
-    ]
-    assert sampling_statistics(groups, GRPO)["train/groups_without_signal"] == 3
-
-
 def test_means_of_grades_are_absent_when_nothing_was_graded() -> None:
-    assert set(sampling_statistics([make_group(TIMEOUT, None)], GRPO)) == {
+    assert set(sampling_statistics([make_group(TIMEOUT, None)])) == {
         "train/graded",
         "train/ungraded",
         "train/grading_timeouts",
@@ -70,13 +56,12 @@ def test_means_of_grades_are_absent_when_nothing_was_graded() -> None:
         "train/response_tokens_mean",
         "train/response_tokens_max",
         "train/truncated_share",
-        "train/groups_without_signal",
         "train/tokens",
     }
 
 
 def test_the_spread_of_rewards_is_absent_for_a_single_grade() -> None:
-    metrics = sampling_statistics([make_group(RIGHT, ERROR)], GRPO)
+    metrics = sampling_statistics([make_group(RIGHT, ERROR)])
     assert metrics["train/reward_mean"] == 1.0
     assert "train/reward_std" not in metrics
 
@@ -84,5 +69,6 @@ def test_the_spread_of_rewards_is_absent_for_a_single_grade() -> None:
 def test_a_kl_penalty_is_reported_where_rewards_have_one() -> None:
     penalized = [make_grade(0.75, correct=True), make_grade(-1.5)]
     penalized = [replace(g, parts=g.parts | {"kl": kl}) for g, kl in zip(penalized, (-0.25, -0.5), strict=True)]
-    assert sampling_statistics([make_group(*penalized)], GRPO)["train/kl_penalty_mean"] == pytest.approx(-0.375)
-    assert "train/kl_penalty_mean" not in sampling_statistics([make_group(RIGHT, WRONG)], GRPO)
+    left_out = make_group(RIGHT, WRONG)  # and so not penalized
+    assert sampling_statistics([make_group(*penalized), left_out])["train/kl_penalty_mean"] == pytest.approx(-0.375)
+    assert "train/kl_penalty_mean" not in sampling_statistics([make_group(RIGHT, WRONG)])

@@ -107,6 +107,18 @@ def test_without_a_correction_a_comparison_changes_nothing() -> None:
     assert all(p.keep_R.all() and (p.correction_R == 1).all() for p in compared.sequences)
 
 
+def test_a_kl_loss_does_not_change_what_is_selected() -> None:
+    settings, silent = {"name": "kl_cov", "share": 0.3}, replace(make_experience(rows=9, response=8), advantage=0.0)
+    batch = [replace(make_experience(rows=9, response=8), advantage=a) for a in (1.0, -0.5)]
+    alone = planned([silent, *batch], loss(loss=settings), 1.1).sequences
+    with_kl = planned([silent, *batch], loss(loss=settings, kl={"place": "loss"}), 1.1).sequences
+    assert with_kl[0].selected_R is not None
+    assert not with_kl[0].selected_R.any()
+    for one, other in zip(alone, with_kl[1:], strict=True):
+        assert one.selected_R is not None
+        assert one.selected_R.tolist() == (other.selected_R.tolist() if other.selected_R is not None else None)
+
+
 def test_selections_depend_on_neither_order_nor_neighbours_that_are_left_out() -> None:
     settings = {"name": "kl_cov", "share": 0.3}
     rng = np.random.default_rng(0)

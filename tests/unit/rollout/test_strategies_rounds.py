@@ -64,7 +64,9 @@ def names(groups: Sequence[Group]) -> list[int]:
 def counts(drawn: Drawn) -> tuple[float, ...]:
     """Rounds, groups left out, groups missing, tokens unjudged."""
     names = ("sampling_rounds", "groups_left_out", "groups_missing", "tokens_unjudged")
-    assert set(drawn.metrics) == {f"train/{name}" for name in names}
+    assert set(drawn.metrics) == {f"train/{name}" for name in (*names, "groups_without_signal")}
+    silent = sum(not differs(group) for group in drawn.sampled)
+    assert drawn.metrics["train/groups_without_signal"] == silent
     return tuple(drawn.metrics[f"train/{name}"] for name in names)
 
 
@@ -215,3 +217,24 @@ def test_oversampling_learns_from_what_the_cutoff_keeps_and_counts_the_rest() ->
     drawn = draw(OverSampling(factor=2.0), 0, JOB, 3, rounds.take, kept, differs)
     assert names(drawn.groups) == names(drawn.sampled) == [1, 3, 5]
     assert (drawn.problems, counts(drawn), drawn.note) == (6, (1, 3, 0, 77), None)
+
+
+def test_a_change_reaches_each_group_that_is_learned_from_once_and_no_other() -> None:
+    drawn = Rounds([True, False, False, True, True]).draw(DynamicSampling(rounds=1), 5)
+    seen: list[Group] = []
+
+    def change(groups: list[Group]) -> list[Group]:
+        seen.extend(groups)
+        return [replace(group, problem=make_problem("changed")) for group in groups]
+
+    changed = drawn.changed(change)
+    assert names(seen) == [0, 3, 4]
+    assert [group.problem.text for group in changed.sampled] == ["changed", "1", "2", "changed", "changed"]
+    assert [group.problem.text for group in changed.groups] == ["changed"] * 3
+    assert changed.metrics == drawn.metrics
+
+
+def test_copies_are_changed_once() -> None:
+    drawn = Rounds([True, False]).draw(ReplaceSampling(), 2)
+    assert drawn.chosen == [0, 0]
+    assert len(drawn.changed(lambda groups: groups[:1]).sampled) == 2
