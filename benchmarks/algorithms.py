@@ -3,9 +3,9 @@
     python -m benchmarks.algorithms
 
 Everything but the loss is the quickstart's. Four updates a step instead of one, because with one the ratio of every
-update is 1, where the losses have the same gradient; GSPO averages over sequences first, as its authors do. One run a
-loss and seed, one after the other. Differences of a run or two on a small model say what the losses do, not which is
-best.
+update is 1, where the losses have the same gradient; the learning rate is a quarter, since four times as many updates
+at the quickstart's rate make all of them collapse. GSPO averages over sequences first, as its authors do. One run a
+loss and seed, one after the other. Differences of a run or two on a small model say what the losses do, not which is best.
 """
 
 import shutil
@@ -23,7 +23,14 @@ from beamline.report import read_metrics
 from benchmarks.harness import parser, write
 
 PICTURE = Path("docs/images/algorithms.svg")
-SHARED = ["algorithm.prompts_per_update=8", "evaluation.every=10", "report.rollouts_every=0", "checkpoint.export=false"]
+SHARED = [
+    "algorithm.prompts_per_update=8",
+    "learner.optimizer.lr=5e-5",
+    "learner.optimizer.warmup_updates=20",
+    "evaluation.every=10",
+    "report.rollouts_every=0",
+    "checkpoint.export=false",
+]
 RUNS = {
     "GRPO (clip)": ["algorithm.loss=clip"],
     "GSPO": ["algorithm.loss=gspo", "algorithm.aggregation=sequence_mean_token_mean"],

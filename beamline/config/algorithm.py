@@ -1,5 +1,6 @@
 """The settings of the algorithm. Each variant has a file of its name in ``beamline/algorithms`` that computes it."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -53,7 +54,7 @@ class PassAtKAdvantage(Section):
 
     name: Literal["pass_at_k"] = "pass_at_k"
     k: Annotated[int, Field(ge=1, le=100_000)] = 4
-    """Responses of which one has to be right; at most `algorithm.samples_per_prompt`."""
+    """Responses of which one has to be right; fewer than `algorithm.samples_per_prompt`."""
 
 
 Advantage = Annotated[
@@ -73,7 +74,8 @@ class PolicyLoss(Section):
 
     anchor: Anchor = "learner"
     """What the ratio compares the policy with: the log-probabilities that the `learner` computes before the step's
-    first update, or those that the `sampler` wrote down (which spares the pass, and needs no correction)."""
+    first update, or those that the `sampler` wrote down (a pass less, unless the loss selects tokens by it; corrections
+    have no use then)."""
 
 
 class ClipLoss(PolicyLoss):
@@ -127,8 +129,13 @@ class DppoLoss(PolicyLoss):
     divergence: Literal["tv", "kl"] = "tv"
     """How far a token's probability has moved: `tv` = total variation, `kl` = Kullback-Leibler divergence, both between
     the two cases that the token is drawn or not."""
-    threshold: Bound = 0.15
-    """How far it may move. The authors use 0.15 with `tv` and 0.05 with `kl`."""
+    threshold: Bound | None = None
+    """How far it may move; null = as far as its authors let it, 0.15 with `tv` and 0.05 with `kl`."""
+
+    @property
+    def limit(self) -> float:
+        """How far a token's probability may move."""
+        return self.threshold or {"tv": 0.15, "kl": 0.05}[self.divergence]
 
 
 class ClipCovLoss(PolicyLoss):
@@ -288,7 +295,12 @@ class CorrectionConfig(Section):
     @property
     def active(self) -> bool:
         """Whether any rule is on."""
-        return any(rule.name != "none" for rule in (self.weight, self.sequence_mask, self.veto))
+        return self.masks or self.weight.name != "none"
+
+    @property
+    def masks(self) -> bool:
+        """Whether a rule is on that may leave tokens out."""
+        return self.weight.name in ("mis", "icepop") or {self.sequence_mask.name, self.veto.name} != {"none"}
 
 
 # How the policy is held near the model that it began as.
@@ -360,8 +372,8 @@ class OverSampling(Section):
     name: Literal["oversample"] = "oversample"
     factor: Annotated[float, Field(gt=1, le=100)] = 1.5
     """Problems sampled, as a multiple of `algorithm.prompts_per_step`."""
-    cutoff_tokens: Positive = 64
-    """Tokens after which unfinished responses wait. Groups that are finished by then come first; only where they are
+    cutoff_tokens: Positive
+    """Fewer than `rollout.max_response_tokens`: tokens after which unfinished responses wait. Groups that are finished by then come first; only where they are
     too few do others go on, the fewest unfinished responses first."""
 
 
@@ -408,19 +420,58 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "AlgorithmConfig":
+        for contradiction in self._contradictions():
+            raise ValueError(contradiction)
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        """What cannot be, or would do nothing."""
+        loss, advantage, weight = self.loss, self.advantage, self.correction.weight
         if self.prompts_per_step % self.prompts_per_update:
-            raise ValueError(
+            yield (
                 f"algorithm.prompts_per_update={self.prompts_per_update} does not divide "
                 f"algorithm.prompts_per_step={self.prompts_per_step}"
             )
-        if isinstance(self.advantage, PassAtKAdvantage) and self.advantage.k > self.samples_per_prompt:
-            raise ValueError(
-                f"algorithm.advantage.k={self.advantage.k} is more than "
-                f"algorithm.samples_per_prompt={self.samples_per_prompt}"
+        if loss.anchor == "sampler" and self.correction.active:
+            yield (
+                f"algorithm.correction has no use with algorithm.loss.anchor=sampler (loss {loss.name}): the ratio "
+                "compares with the sampler already; use algorithm.loss.anchor=learner, or no correction"
             )
-        if self.loss.anchor == "sampler" and self.correction.active:
-            raise ValueError(
-                f"algorithm.correction has no use with algorithm.loss.anchor=sampler (loss {self.loss.name}): the "
-                "ratio compares with the sampler already; use algorithm.loss.anchor=learner, or no correction"
+        if (
+            isinstance(loss, KlCovLoss)
+            and loss.anchor == "learner"
+            and self.prompts_per_step == self.prompts_per_update
+        ):
+            yield (
+                "algorithm.loss.name=kl_cov penalizes changes since the step began, and with one update a step there is "
+                f"none: use an algorithm.prompts_per_update smaller than algorithm.prompts_per_step={self.prompts_per_step}"
             )
-        return self
+        if isinstance(loss, GspoLoss) and (
+            weight.name == "icepop" or (weight.name == "mis" and weight.level == "token")
+        ):
+            yield (
+                f"algorithm.correction.weight.name={weight.name} leaves out single tokens, and algorithm.loss.name=gspo has "
+                "one ratio a response: use weight.level=sequence, a sequence_mask, or another loss"
+            )
+        if self.renormalize_after_mask and not (self.mask_truncated or self.correction.masks):
+            yield (
+                "algorithm.renormalize_after_mask=true has no use where nothing is masked: use "
+                "algorithm.mask_truncated=true or a correction that leaves tokens out, or switch it off"
+            )
+        if isinstance(advantage, PassAtKAdvantage) and advantage.k >= self.samples_per_prompt:
+            yield (
+                f"algorithm.advantage.k={advantage.k} must be smaller than "
+                f"algorithm.samples_per_prompt={self.samples_per_prompt}: of all samples there is one set, which says "
+                "nothing of any of them"
+            )
+        if isinstance(advantage, GdpoAdvantage) and self.kl.place == "reward":
+            yield (
+                "algorithm.kl.place=reward has no coefficient under algorithm.advantage.name=gdpo, which scales every "
+                "part of the reward alike: use algorithm.kl.place=loss, or another advantage"
+            )
+        silent = isinstance(advantage, ReinforcePlusPlusAdvantage) and not advantage.group_baseline
+        if silent and isinstance(self.sampling, DynamicSampling | ReplaceSampling):
+            yield (
+                f"algorithm.sampling.name={self.sampling.name} leaves out groups of equal rewards, from which "
+                "algorithm.advantage.name=reinforce_plus_plus learns: use group_baseline=true, or plain sampling"
+            )

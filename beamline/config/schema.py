@@ -336,10 +336,10 @@ class RunConfig(Section):
             raise ValueError("data.evaluation.train: an evaluation set cannot be called `train`; choose another name")
         if isinstance(algorithm.sampling, OverSampling):
             cutoff = algorithm.sampling.cutoff_tokens
-            if cutoff > rollout.max_response_tokens:
+            if cutoff >= rollout.max_response_tokens:
                 raise ValueError(
-                    f"algorithm.sampling.cutoff_tokens={cutoff} is more than "
-                    f"rollout.max_response_tokens={rollout.max_response_tokens}"
+                    f"algorithm.sampling.cutoff_tokens={cutoff} must be smaller than "
+                    f"rollout.max_response_tokens={rollout.max_response_tokens}, or everything is drawn to its end"
                 )
         limits = {
             "rollout.max_response_tokens": rollout.max_response_tokens,
@@ -351,12 +351,23 @@ class RunConfig(Section):
                     f"reward.overlong.buffer_tokens={self.reward.overlong.buffer_tokens} must be smaller than "
                     f"{key}={limit}"
                 )
-        for key, neutral in {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}.items():
-            if getattr(rollout, key) != neutral and not rollout.record_support:
-                raise ValueError(
-                    f"rollout.{key}={getattr(rollout, key)} cannot be trained on unless the learner knows which "
-                    f"tokens were allowed; use rollout.record_support=true, or rollout.{key}={neutral}"
-                )
+        if rollout.min_tokens > rollout.max_response_tokens:
+            raise ValueError(
+                f"rollout.min_tokens={rollout.min_tokens} is more than "
+                f"rollout.max_response_tokens={rollout.max_response_tokens}"
+            )
+        filters = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
+        restricting = [key for key, neutral in filters.items() if getattr(rollout, key) != neutral]
+        for key in restricting if not rollout.record_support else []:
+            raise ValueError(
+                f"rollout.{key}={getattr(rollout, key)} cannot be trained on unless the learner knows which tokens were "
+                f"allowed; use rollout.record_support=true, or rollout.{key}={filters[key]}"
+            )
+        if rollout.record_support and not restricting:
+            raise ValueError(
+                "rollout.record_support=true has no use where every token is allowed: none of rollout.top_p, top_k, "
+                "min_p and min_tokens is set"
+            )
         if self.reward.wrong >= self.reward.right:
             raise ValueError(f"reward.wrong={self.reward.wrong} must be smaller than reward.right={self.reward.right}")
         self._check_rewards()

@@ -66,7 +66,7 @@ def evaluated(batch: Sequence[Experience], loss: LossConfig) -> list[int]:
     tokens stay in the denominator. Only a KL loss, or a denominator without what a correction masks, need it.
     """
     algorithm = loss.algorithm
-    all_needed = algorithm.kl.place == "loss" or (algorithm.renormalize_after_mask and algorithm.correction.active)
+    all_needed = algorithm.kl.place == "loss" or (algorithm.renormalize_after_mask and algorithm.correction.masks)
     return [i for i in kept(batch, loss) if all_needed or batch[i].advantage != 0]
 
 

@@ -11,7 +11,7 @@ from beamline.config.algorithm import DppoLoss
 def token_losses(tokens: Tokens, config: DppoLoss) -> TokenLosses:
     """``-(M rho A)`` where M, a constant, is 0 for tokens that are past the threshold and would go on, 1 for others.
 
-    M is 0 where the divergence D is over ``threshold`` and rho is on the side that A points to: above 1 for A > 0,
+    M is 0 where the divergence D is over the threshold and rho is on the side that A points to: above 1 for A > 0,
     below 1 for A < 0. D is that between the two cases that the token is drawn or not, mu being the anchor:
     ``|mu - pi|`` (tv), or ``KL(mu || pi) = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))`` (kl).
 
@@ -19,7 +19,7 @@ def token_losses(tokens: Tokens, config: DppoLoss) -> TokenLosses:
     """
     divergence = _total_variation if config.divergence == "tv" else _kl
     logprobs_T, anchor_T, advantages_T = tokens.logprobs_T.detach(), tokens.anchor_logprobs_T, tokens.advantages_T
-    far_T = divergence(anchor_T, logprobs_T) > config.threshold
+    far_T = divergence(anchor_T, logprobs_T) > config.limit
     too_low_T = far_T & (advantages_T < 0) & (logprobs_T < anchor_T)
     too_high_T = far_T & (advantages_T > 0) & (logprobs_T > anchor_T)
     losses = weighted(tokens)

@@ -8,7 +8,8 @@ from beamline.config.algorithm import ReinforceLoss
 def token_losses(tokens: Tokens, config: ReinforceLoss) -> TokenLosses:
     """``-(rho A)``. The gradient by log pi is ``-rho A``, the same as that of ``-(rho A log pi)`` with rho constant.
 
-    With the sampler as anchor this is the unbiased off-policy policy gradient of single tokens, at rho = 1 REINFORCE.
+    At rho = 1 it is REINFORCE. With the sampler as anchor it corrects each token for who drew it, not for what came
+    before: the off-policy policy gradient to first order.
 
     Source: REINFORCE, Williams 1992; tinker calls this loss ``importance_sampling``.
     """

@@ -97,7 +97,6 @@ def test_a_bare_text_chooses_inside_the_correction_too(recipe: Path) -> None:
     assert not load_config(recipe, ["algorithm.correction.weight=none"]).algorithm.correction.active
 
 
-@pytest.mark.xfail(strict=True, reason="a text that equals that of the dropped variant is dropped with it")
 @pytest.mark.parametrize("loss", ["dppo", "reinforce"])
 def test_a_setting_given_beside_the_choice_counts_although_the_old_variant_had_the_same(
     loss: str, recipe: Path
