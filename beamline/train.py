@@ -6,7 +6,7 @@ from functools import partial
 from beamline.algorithms.advantages import has_signal, rewards_of, with_advantages
 from beamline.algorithms.loss import LossConfig
 from beamline.algorithms.statistics import sampling_statistics
-from beamline.config.algorithm import KlReward
+from beamline.config.kl import KlReward
 from beamline.config.schema import RunConfig
 from beamline.evaluate import evaluate, evaluation_metrics, write_evaluation
 from beamline.learner.learner import StepStats, update_statistics

@@ -5,7 +5,8 @@
 Everything but the loss is the quickstart's. Four updates a step instead of one, because with one the ratio of every
 update is 1, where the losses have the same gradient; the learning rate is a quarter, since four times as many updates
 at the quickstart's rate make all of them collapse. GSPO averages over sequences first, as its authors do. One run a
-loss and seed, one after the other. Differences of a run or two on a small model say what the losses do, not which is best.
+loss and seed, one after the other. Differences of a run or two on a small model say what the losses do, not which is
+best.
 """
 
 import shutil

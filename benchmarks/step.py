@@ -31,7 +31,8 @@ from trl import GRPOConfig, GRPOTrainer
 from beamline.algorithms.advantages import GroupRewards, advantages
 from beamline.algorithms.loss import LossConfig
 from beamline.chat import BeamChat
-from beamline.config.algorithm import AlgorithmConfig, ClipLoss
+from beamline.config.algorithm import AlgorithmConfig
+from beamline.config.losses import ClipLoss
 from beamline.records import Experience, Problem
 from beamline.rollout.collect import to_rollout
 from beamline.runtime.engines import build

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from beamline.config.algorithm import (
+from beamline.config.correction import (
     CorrectionConfig,
     GeometricMask,
     IcepopWeight,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from beamline.config.algorithm import Estimator, KlLoss
+from beamline.config.kl import Estimator, KlLoss
 
 _LARGEST = 20.0  # log-ratio that is exponentiated: e^20 leaves no doubt, and e^89 is no float32
 
@@ -31,8 +31,8 @@ def kl_losses(logprobs_T: Tensor, anchor_logprobs_T: Tensor, reference_T: Tensor
 
     With ``unbiased_gradient`` the value is the same and the gradient is ``rho d`` times that of log pi, ``rho = pi /
     anchor`` (e^20 at most) and ``d = log pi - log pi_ref`` held fixed: for tokens drawn from the anchor its expectation
-    is the gradient of the divergence. It is the gradient of ``rho k3`` too (DeepSeek-V3.2, arXiv 2512.02556, equation 7),
-    and that of k2 where rho is 1.
+    is the gradient of the divergence. It is the gradient of ``rho k3`` too (DeepSeek-V3.2, arXiv 2512.02556, equation
+    7), and that of k2 where rho is 1.
     """
     log_ratio = logprobs_T - reference_T
     value = estimate(log_ratio, config.estimator)

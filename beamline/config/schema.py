@@ -1,12 +1,14 @@
 """Every setting of a run, with its meaning, bounds and default. Imports no torch: checks and help cost nothing."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from beamline.config.algorithm import AlgorithmConfig, MaxrlAdvantage, OverSampling, PassAtKAdvantage
+from beamline.config.advantages import MaxrlAdvantage, PassAtKAdvantage
+from beamline.config.algorithm import AlgorithmConfig, OverSampling
 from beamline.config.section import NonNegative, Positive, Section
 
 Threads = Annotated[int, Field(ge=1, le=1024)]
@@ -331,63 +333,64 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _pairs_agree(self) -> "RunConfig":
-        algorithm, rollout = self.algorithm, self.rollout
+        for contradiction in (*self._about_sampling(), *self._about_rewards()):
+            raise ValueError(contradiction)
+        return self
+
+    def _about_sampling(self) -> Iterator[str]:
+        """What cannot be sampled, or not be learned from."""
+        rollout, sampling = self.rollout, self.algorithm.sampling
         if "train" in self.data.evaluation:
-            raise ValueError("data.evaluation.train: an evaluation set cannot be called `train`; choose another name")
-        if isinstance(algorithm.sampling, OverSampling):
-            cutoff = algorithm.sampling.cutoff_tokens
-            if cutoff >= rollout.max_response_tokens:
-                raise ValueError(
-                    f"algorithm.sampling.cutoff_tokens={cutoff} must be smaller than "
-                    f"rollout.max_response_tokens={rollout.max_response_tokens}, or everything is drawn to its end"
-                )
-        limits = {
-            "rollout.max_response_tokens": rollout.max_response_tokens,
-            "evaluation.max_response_tokens": self.evaluation.max_response_tokens,
-        }
-        for key, limit in limits.items():
-            if limit is not None and self.reward.overlong.buffer_tokens >= limit:
-                raise ValueError(
-                    f"reward.overlong.buffer_tokens={self.reward.overlong.buffer_tokens} must be smaller than "
-                    f"{key}={limit}"
-                )
+            yield "data.evaluation.train: an evaluation set cannot be called `train`; choose another name"
+        if isinstance(sampling, OverSampling) and sampling.cutoff_tokens >= rollout.max_response_tokens:
+            yield (
+                f"algorithm.sampling.cutoff_tokens={sampling.cutoff_tokens} must be smaller than "
+                f"rollout.max_response_tokens={rollout.max_response_tokens}, or everything is drawn to its end"
+            )
         if rollout.min_tokens > rollout.max_response_tokens:
-            raise ValueError(
+            yield (
                 f"rollout.min_tokens={rollout.min_tokens} is more than "
                 f"rollout.max_response_tokens={rollout.max_response_tokens}"
             )
         filters = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
         restricting = [key for key, neutral in filters.items() if getattr(rollout, key) != neutral]
-        for key in restricting if not rollout.record_support else []:
-            raise ValueError(
-                f"rollout.{key}={getattr(rollout, key)} cannot be trained on unless the learner knows which tokens were "
-                f"allowed; use rollout.record_support=true, or rollout.{key}={filters[key]}"
+        for key in () if rollout.record_support else restricting:
+            yield (
+                f"rollout.{key}={getattr(rollout, key)} cannot be trained on unless the learner knows which tokens "
+                f"were allowed; use rollout.record_support=true, or rollout.{key}={filters[key]}"
             )
         if rollout.record_support and not restricting:
-            raise ValueError(
+            yield (
                 "rollout.record_support=true has no use where every token is allowed: none of rollout.top_p, top_k, "
                 "min_p and min_tokens is set"
             )
-        if self.reward.wrong >= self.reward.right:
-            raise ValueError(f"reward.wrong={self.reward.wrong} must be smaller than reward.right={self.reward.right}")
-        self._check_rewards()
-        return self
 
-    def _check_rewards(self) -> None:
-        """Some advantages are formulas for rewards of a certain kind, and would be wrong for others."""
+    def _about_rewards(self) -> Iterator[str]:
+        """Rewards that do not fit together, or that the advantage is no formula for."""
         advantage, reward = self.algorithm.advantage, self.reward
+        limits = {
+            "rollout.max_response_tokens": self.rollout.max_response_tokens,
+            "evaluation.max_response_tokens": self.evaluation.max_response_tokens,
+        }
+        for key, limit in limits.items():
+            if limit is not None and reward.overlong.buffer_tokens >= limit:
+                yield (
+                    f"reward.overlong.buffer_tokens={reward.overlong.buffer_tokens} must be smaller than {key}={limit}"
+                )
+        if reward.wrong >= reward.right:
+            yield f"reward.wrong={reward.wrong} must be smaller than reward.right={reward.right}"
         penalties = {
             "reward.overlong.buffer_tokens": reward.overlong.buffer_tokens > 0,
             "algorithm.kl.place=reward": self.algorithm.kl.place == "reward",
         }
         penalty = next((key for key, on in penalties.items() if on), None)
         if isinstance(advantage, MaxrlAdvantage | PassAtKAdvantage) and penalty is not None:
-            raise ValueError(
+            yield (
                 f"algorithm.advantage.name={advantage.name} knows right and wrong alone, and {penalty} is a penalty "
                 "between them; switch it off, or choose another advantage"
             )
         if isinstance(advantage, MaxrlAdvantage) and reward.wrong != 0:
-            raise ValueError(
-                f"algorithm.advantage.name=maxrl divides by the mean reward, so that wrong answers must earn "
-                f"nothing: use reward.wrong=0, not {reward.wrong}"
+            yield (
+                "algorithm.advantage.name=maxrl divides by the mean reward, so that wrong answers must earn nothing: "
+                f"use reward.wrong=0, not {reward.wrong}"
             )

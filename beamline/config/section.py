@@ -6,6 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Bound = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class Section(BaseModel):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from beamline.algorithms.kl import estimate
-from beamline.config.algorithm import KlReward
+from beamline.config.kl import KlReward
 from beamline.learner.learner import Learner
 from beamline.records import Experience, Group, Rollout
 

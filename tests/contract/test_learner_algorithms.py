@@ -11,7 +11,9 @@ from beamline.algorithms.guards import GuardError
 from beamline.algorithms.kl import kl_losses
 from beamline.algorithms.loss import LossConfig
 from beamline.algorithms.losses import Tokens, selects, token_losses
-from beamline.config.algorithm import Aggregation, KlLoss, Loss
+from beamline.config.algorithm import Aggregation
+from beamline.config.kl import KlLoss
+from beamline.config.losses import Loss
 from beamline.learner.learner import Learner
 from beamline.records import Experience
 from tests.contract.engines import LearnerFactory

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beamline.algorithms.advantages.groups import GroupRewards, rewards_of
-from beamline.config.algorithm import Advantage
+from beamline.config.advantages import Advantage
 from beamline.records import Group
 
 __all__ = ["GroupRewards", "advantages", "has_signal", "rewards_of", "with_advantages"]

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beamline.algorithms.advantages.groups import GroupRewards, among_graded, among_step, scaled, standardized
-from beamline.config.algorithm import GdpoAdvantage
+from beamline.config.advantages import GdpoAdvantage
 
 
 def advantages(groups: Sequence[GroupRewards], config: GdpoAdvantage) -> list[NDArray[np.float64]]:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beamline.algorithms.advantages.groups import GroupRewards, among_graded, centered, standardized
-from beamline.config.algorithm import GrpoAdvantage
+from beamline.config.advantages import GrpoAdvantage
 
 
 def advantages(groups: Sequence[GroupRewards], config: GrpoAdvantage) -> list[NDArray[np.float64]]:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beamline.algorithms.advantages.groups import GroupRewards, among_graded, centered
-from beamline.config.algorithm import MaxrlAdvantage
+from beamline.config.advantages import MaxrlAdvantage
 
 
 def advantages(groups: Sequence[GroupRewards], config: MaxrlAdvantage) -> list[NDArray[np.float64]]:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beamline.algorithms.advantages.groups import GroupRewards
-from beamline.config.algorithm import PassAtKAdvantage
+from beamline.config.advantages import PassAtKAdvantage
 
 
 def advantages(groups: Sequence[GroupRewards], config: PassAtKAdvantage) -> list[NDArray[np.float64]]:

@@ -13,7 +13,7 @@ from beamline.algorithms.advantages.groups import (
     scaled,
     standardized,
 )
-from beamline.config.algorithm import ReinforcePlusPlusAdvantage
+from beamline.config.advantages import ReinforcePlusPlusAdvantage
 
 
 def advantages(groups: Sequence[GroupRewards], config: ReinforcePlusPlusAdvantage) -> list[NDArray[np.float64]]:

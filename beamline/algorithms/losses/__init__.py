@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beamline.algorithms.losses.terms import BatchTokens, TokenLosses, Tokens
-from beamline.config.algorithm import Loss
+from beamline.config.losses import Loss
 
 __all__ = ["BatchTokens", "TokenLosses", "Tokens", "select", "selects", "token_losses"]
 

@@ -2,7 +2,7 @@
 
 from beamline.algorithms.losses.surrogate import log_ratios, marks
 from beamline.algorithms.losses.terms import TokenLosses, Tokens
-from beamline.config.algorithm import CispoLoss
+from beamline.config.losses import CispoLoss
 
 
 def token_losses(tokens: Tokens, config: CispoLoss) -> TokenLosses:

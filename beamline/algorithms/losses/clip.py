@@ -4,7 +4,7 @@ from math import log
 
 from beamline.algorithms.losses.surrogate import clipped, log_ratios
 from beamline.algorithms.losses.terms import TokenLosses, Tokens
-from beamline.config.algorithm import ClipLoss
+from beamline.config.losses import ClipLoss
 
 
 def token_losses(tokens: Tokens, config: ClipLoss) -> TokenLosses:

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from beamline.algorithms.losses.covariances import covariances, quota
 from beamline.algorithms.losses.surrogate import clipped, log_ratios
 from beamline.algorithms.losses.terms import BatchTokens, TokenLosses, Tokens
-from beamline.config.algorithm import ClipCovLoss
+from beamline.config.losses import ClipCovLoss
 
 
 def select(tokens: BatchTokens, config: ClipCovLoss) -> NDArray[np.bool_]:

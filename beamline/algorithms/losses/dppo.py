@@ -5,7 +5,7 @@ from torch import Tensor
 
 from beamline.algorithms.losses.surrogate import weighted
 from beamline.algorithms.losses.terms import TokenLosses, Tokens
-from beamline.config.algorithm import DppoLoss
+from beamline.config.losses import DppoLoss
 
 
 def token_losses(tokens: Tokens, config: DppoLoss) -> TokenLosses:

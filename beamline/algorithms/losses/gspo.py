@@ -4,7 +4,7 @@ from torch import Tensor
 
 from beamline.algorithms.losses.surrogate import clipped, log_ratios
 from beamline.algorithms.losses.terms import TokenLosses, Tokens
-from beamline.config.algorithm import GspoLoss
+from beamline.config.losses import GspoLoss
 
 
 def token_losses(tokens: Tokens, config: GspoLoss) -> TokenLosses:

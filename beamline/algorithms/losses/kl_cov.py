@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from beamline.algorithms.losses.covariances import covariances, quota
 from beamline.algorithms.losses.surrogate import log_ratios, weighted
 from beamline.algorithms.losses.terms import BatchTokens, TokenLosses, Tokens
-from beamline.config.algorithm import KlCovLoss
+from beamline.config.losses import KlCovLoss
 
 
 def select(tokens: BatchTokens, config: KlCovLoss) -> NDArray[np.bool_]:

@@ -2,7 +2,7 @@
 
 from beamline.algorithms.losses.surrogate import weighted
 from beamline.algorithms.losses.terms import TokenLosses, Tokens
-from beamline.config.algorithm import ReinforceLoss
+from beamline.config.losses import ReinforceLoss
 
 
 def token_losses(tokens: Tokens, config: ReinforceLoss) -> TokenLosses:

@@ -4,7 +4,7 @@ import torch
 
 from beamline.algorithms.losses.surrogate import limited_exp, log_ratios
 from beamline.algorithms.losses.terms import TokenLosses, Tokens
-from beamline.config.algorithm import SapoLoss
+from beamline.config.losses import SapoLoss
 
 
 def token_losses(tokens: Tokens, config: SapoLoss) -> TokenLosses:

@@ -15,7 +15,7 @@ from beamline.algorithms.kl import kl_losses
 from beamline.algorithms.loss import LossConfig
 from beamline.algorithms.losses import Tokens, token_losses
 from beamline.checkpoint.shards import ShardReader, ShardWriter
-from beamline.config.algorithm import KlLoss
+from beamline.config.kl import KlLoss
 from beamline.config.schema import LearnerConfig, PolicyConfig
 from beamline.learner.learner import Outputs, StepStats
 from beamline.learner.planning import Plan, Planned, evaluated, micro_batches, needs_old, plan, sampler_logprobs

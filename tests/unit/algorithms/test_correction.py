@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from beamline.algorithms.correction import Correction, correct
-from beamline.config.algorithm import (
+from beamline.config.correction import (
     CorrectionConfig,
     GeometricMask,
     IcepopWeight,

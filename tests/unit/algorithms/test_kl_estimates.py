@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from beamline.algorithms.kl import estimate, kl_losses
-from beamline.config.algorithm import Estimator, KlLoss
+from beamline.config.kl import Estimator, KlLoss
 
 ESTIMATORS: tuple[Any, ...] = get_args(Estimator)
 V = 5

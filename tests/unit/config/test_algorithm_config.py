@@ -6,12 +6,16 @@ import pytest
 import yaml
 
 from beamline.config import ConfigError, RunConfig, load_config, to_yaml
-from beamline.config.algorithm import ClipLoss, DppoLoss, GrpoAdvantage, GspoLoss, IcepopWeight, MaskedWeight
+from beamline.config.advantages import GrpoAdvantage
+from beamline.config.correction import IcepopWeight, MaskedWeight
 from beamline.config.keys import Shape, root
+from beamline.config.losses import ClipLoss, DppoLoss, GspoLoss
 
 RECIPE = "algorithm: {loss: {name: clip, clip_low: 0.3, dual_clip: 3}, samples_per_prompt: 8}\n"
 NEEDS = {
     "algorithm.advantage=maxrl": ["reward.wrong=0"],
+    "algorithm.sampling=oversample": ["algorithm.sampling.cutoff_tokens=16"],
+    "algorithm.loss=kl_cov": ["algorithm.prompts_per_update=16"],
 }
 """What some variants need beside their defaults."""
 
@@ -160,7 +164,11 @@ def test_a_value_out_of_range_is_named_with_what_is_valid(override: str, reason:
 @pytest.mark.parametrize(
     ("choice", "override", "reason"),
     [
-        ("algorithm.sampling=oversample", "algorithm.sampling.factor=1", "expected number > 1 and <= 100"),
+        (
+            "algorithm.sampling={name: oversample, cutoff_tokens: 9}",
+            "algorithm.sampling.factor=1",
+            "expected number > 1 and <= 100",
+        ),
         ("algorithm.sampling=dynamic", "algorithm.sampling.rounds=0", "expected integer >= 1 and <= 1000"),
         ("algorithm.sampling=replace", "algorithm.sampling.min_share=0", "expected number > 0 and <= 1"),
         ("algorithm.advantage=pass_at_k", "algorithm.advantage.k=0", "expected integer >= 1 and <= 100000"),
@@ -225,7 +233,8 @@ def test_a_key_that_is_another_variants_is_refused_with_its_owner(
         ),
         (
             ["algorithm.advantage=pass_at_k", "algorithm.advantage.k=9"],
-            "algorithm.advantage.k=9 is more than algorithm.samples_per_prompt=8",
+            "algorithm.advantage.k=9 must be smaller than algorithm.samples_per_prompt=8: of all samples there is one "
+            "set, which says nothing of any of them",
         ),
         (
             ["algorithm.correction.weight=tis", "algorithm.loss.anchor=sampler"],
@@ -253,8 +262,43 @@ def test_a_key_that_is_another_variants_is_refused_with_its_owner(
             "penalty between them; switch it off, or choose another advantage",
         ),
         (
-            ["algorithm.sampling=oversample", "rollout.max_response_tokens=63"],
-            "algorithm.sampling.cutoff_tokens=64 is more than rollout.max_response_tokens=63",
+            ["algorithm.advantage=gdpo", "algorithm.kl=reward"],
+            "algorithm.kl.place=reward has no coefficient under algorithm.advantage.name=gdpo, which scales every part "
+            "of the reward alike: use algorithm.kl.place=loss, or another advantage",
+        ),
+        (
+            ["algorithm.advantage=reinforce_plus_plus", "algorithm.sampling=dynamic"],
+            "algorithm.sampling.name=dynamic leaves out groups of equal rewards, from which "
+            "algorithm.advantage.name=reinforce_plus_plus learns: use group_baseline=true, or plain sampling",
+        ),
+        (
+            ["algorithm.loss=kl_cov"],
+            "algorithm.loss.name=kl_cov penalizes changes since the step began, and with one update a step there is "
+            "none: use an algorithm.prompts_per_update smaller than algorithm.prompts_per_step=32",
+        ),
+        (
+            ["algorithm.loss=gspo", "algorithm.correction.weight=icepop"],
+            "algorithm.correction.weight.name=icepop leaves out single tokens, and algorithm.loss.name=gspo has one "
+            "ratio a response: use weight.level=sequence, a sequence_mask, or another loss",
+        ),
+        (
+            ["algorithm.renormalize_after_mask=true", "algorithm.correction.weight=tis"],
+            "algorithm.renormalize_after_mask=true has no use where nothing is masked: use "
+            "algorithm.mask_truncated=true or a correction that leaves tokens out, or switch it off",
+        ),
+        (
+            ["algorithm.sampling={name: oversample, cutoff_tokens: 64}", "rollout.max_response_tokens=64"],
+            "algorithm.sampling.cutoff_tokens=64 must be smaller than rollout.max_response_tokens=64, or everything is "
+            "drawn to its end",
+        ),
+        (
+            ["rollout.min_tokens=97", "rollout.record_support=true"],
+            "rollout.min_tokens=97 is more than rollout.max_response_tokens=96",
+        ),
+        (
+            ["rollout.record_support=true"],
+            "rollout.record_support=true has no use where every token is allowed: none of rollout.top_p, top_k, min_p "
+            "and min_tokens is set",
         ),
     ],
 )
@@ -268,9 +312,15 @@ def test_settings_that_contradict_each_other_are_refused_with_a_way_out(
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["algorithm.advantage=pass_at_k", "algorithm.advantage.k=8"],
+        ["algorithm.advantage=pass_at_k", "algorithm.advantage.k=7"],
         ["algorithm.advantage=pass_at_k", "algorithm.kl=loss"],
-        ["algorithm.sampling=oversample", "rollout.max_response_tokens=64"],
+        ["algorithm.advantage=gdpo", "algorithm.kl=loss"],
+        ["algorithm.advantage={name: reinforce_plus_plus, group_baseline: true}", "algorithm.sampling=replace"],
+        ["algorithm.sampling={name: oversample, cutoff_tokens: 63}", "rollout.max_response_tokens=64"],
+        ["algorithm.loss={name: kl_cov, anchor: sampler}"],
+        ["algorithm.loss=gspo", "algorithm.correction.weight={name: mis, level: sequence}"],
+        ["algorithm.renormalize_after_mask=true", "algorithm.mask_truncated=true"],
+        ["rollout.min_tokens=96", "rollout.record_support=true"],
         ["algorithm.correction.veto=outlier", "algorithm.loss=gspo"],
         ["algorithm.loss=reinforce", "algorithm.correction.weight=none"],
         ["algorithm.prompts_per_update=4"],

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from beamline.config.keys import Key, keys
+from beamline.config.keys import REQUIRED, Key, keys
 
 TEXT = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
 OPTIONS = [key for key in keys() if key.name.startswith("algorithm.") and not key.shape.fields]
 
 
 def spelled(value: Any) -> str:
+    if value is REQUIRED:
+        return "required"
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -5,7 +5,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from beamline.config.algorithm import Estimator, KlReward
+from beamline.config.kl import Estimator, KlReward
 from beamline.learner.learner import Learner, Outputs
 from beamline.learner.penalty import with_kl_penalty
 from beamline.records import Experience, Group

@@ -10,14 +10,8 @@ from hypothesis import strategies as st
 
 from beamline.algorithms.advantages import has_signal, rewards_of
 from beamline.chat import BeamChat
-from beamline.config.algorithm import (
-    DynamicSampling,
-    GrpoAdvantage,
-    OverSampling,
-    PlainSampling,
-    ReplaceSampling,
-    Sampling,
-)
+from beamline.config.advantages import GrpoAdvantage
+from beamline.config.algorithm import DynamicSampling, OverSampling, PlainSampling, ReplaceSampling, Sampling
 from beamline.records import Group, Problem, SamplingParams
 from beamline.rollout.collect import Cutoff, Job, Sampled, requests
 from beamline.rollout.strategies import Drawn, draw

@@ -6,7 +6,7 @@ from hypothesis import given
 from beamline.algorithms.advantages import GroupRewards, has_signal
 from beamline.algorithms.advantages.gdpo import advantages
 from beamline.algorithms.advantages.grpo import advantages as grpo
-from beamline.config.algorithm import GdpoAdvantage, GrpoAdvantage
+from beamline.config.advantages import GdpoAdvantage, GrpoAdvantage
 from tests.unit.algorithms.advantages.exact_advantages import (
     EPSILON,
     Values,

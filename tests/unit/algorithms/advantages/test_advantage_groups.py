@@ -6,7 +6,7 @@ import pytest
 
 from beamline.algorithms import advantages
 from beamline.algorithms.advantages import has_signal, rewards_of, with_advantages
-from beamline.config.algorithm import Advantage, GrpoAdvantage, PassAtKAdvantage, ReinforcePlusPlusAdvantage
+from beamline.config.advantages import Advantage, GrpoAdvantage, PassAtKAdvantage, ReinforcePlusPlusAdvantage
 from tests.samples import make_grade, make_group
 from tests.unit.algorithms.advantages.exact_advantages import judged
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from beamline.algorithms.advantages import GroupRewards
 from beamline.algorithms.advantages.grpo import advantages
-from beamline.config.algorithm import GrpoAdvantage
+from beamline.config.advantages import GrpoAdvantage
 from tests.unit.algorithms.advantages.exact_advantages import (
     EPSILON,
     Values,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from beamline.algorithms.advantages import GroupRewards, advantages, has_signal
-from beamline.config.algorithm import (
+from beamline.config.advantages import (
     Advantage,
     GdpoAdvantage,
     GrpoAdvantage,

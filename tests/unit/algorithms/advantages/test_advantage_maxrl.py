@@ -3,7 +3,7 @@ from hypothesis import given
 
 from beamline.algorithms.advantages import GroupRewards
 from beamline.algorithms.advantages.maxrl import advantages
-from beamline.config.algorithm import MaxrlAdvantage
+from beamline.config.advantages import MaxrlAdvantage
 from tests.unit.algorithms.advantages.exact_advantages import (
     REWARD,
     Values,

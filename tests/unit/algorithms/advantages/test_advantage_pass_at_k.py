@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from beamline.algorithms.advantages import GroupRewards
 from beamline.algorithms.advantages.pass_at_k import advantages
-from beamline.config.algorithm import PassAtKAdvantage
+from beamline.config.advantages import PassAtKAdvantage
 from tests.unit.algorithms.advantages.exact_advantages import groups, judged
 
 

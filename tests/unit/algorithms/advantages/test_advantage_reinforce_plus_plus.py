@@ -6,7 +6,7 @@ from hypothesis import given
 
 from beamline.algorithms.advantages import GroupRewards
 from beamline.algorithms.advantages.reinforce_plus_plus import advantages
-from beamline.config.algorithm import ReinforcePlusPlusAdvantage
+from beamline.config.advantages import ReinforcePlusPlusAdvantage
 from tests.unit.algorithms.advantages.exact_advantages import (
     EPSILON,
     Values,

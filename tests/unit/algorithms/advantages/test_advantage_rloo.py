@@ -2,7 +2,7 @@ from hypothesis import given
 
 from beamline.algorithms.advantages import GroupRewards
 from beamline.algorithms.advantages.rloo import advantages
-from beamline.config.algorithm import RlooAdvantage
+from beamline.config.advantages import RlooAdvantage
 from tests.unit.algorithms.advantages.exact_advantages import Values, assert_close, by_group, judged, mean, steps
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from beamline.algorithms.losses import BatchTokens, Tokens, token_losses
-from beamline.config.algorithm import DppoLoss, Loss, PolicyLoss
+from beamline.config.losses import DppoLoss, Loss, PolicyLoss
 
 CLASSES: tuple[type[Any], ...] = get_args(get_args(Loss)[0])
 CONFIGS: list[Any] = [*(cls() for cls in CLASSES), DppoLoss(divergence="kl"), CLASSES[0](dual_clip=3.0)]

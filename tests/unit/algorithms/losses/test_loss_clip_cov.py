@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beamline.algorithms.losses import select
-from beamline.config.algorithm import ClipCovLoss
+from beamline.config.losses import ClipCovLoss
 from tests.unit.algorithms.losses.loss_tokens import ADVANTAGES, LOGPROBS, TOKENS, Token, batch_of, outcome, tokens_of
 
 BATCHES = st.lists(st.tuples(LOGPROBS, ADVANTAGES), max_size=30)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beamline.config.algorithm import DppoLoss
+from beamline.config.losses import DppoLoss
 from tests.unit.algorithms.losses.loss_tokens import (
     ADVANTAGES,
     Token,

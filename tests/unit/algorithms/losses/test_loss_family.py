@@ -12,7 +12,7 @@ from hypothesis import given
 
 from beamline.algorithms import losses
 from beamline.algorithms.losses import selects
-from beamline.config.algorithm import GspoLoss, SapoLoss
+from beamline.config.losses import GspoLoss, SapoLoss
 from tests.unit.algorithms.losses.loss_tokens import (
     CLASSES,
     CONFIGS,

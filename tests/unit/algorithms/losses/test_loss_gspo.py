@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beamline.config.algorithm import GspoLoss
+from beamline.config.losses import GspoLoss
 from tests.unit.algorithms.losses.loss_tokens import (
     TOKENS,
     Token,

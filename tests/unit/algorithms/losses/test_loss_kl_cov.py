@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beamline.algorithms.losses import select
-from beamline.config.algorithm import KlCovLoss
+from beamline.config.losses import KlCovLoss
 from tests.unit.algorithms.losses.loss_tokens import (
     ADVANTAGES,
     LOGPROBS,

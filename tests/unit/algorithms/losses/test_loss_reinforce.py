@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from beamline.config.algorithm import ReinforceLoss
+from beamline.config.losses import ReinforceLoss
 from tests.unit.algorithms.losses.loss_tokens import (
     TOKENS,
     Token,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beamline.config.algorithm import SapoLoss
+from beamline.config.losses import SapoLoss
 from tests.unit.algorithms.losses.loss_tokens import (
     TOKENS,
     Token,
