@@ -25,7 +25,8 @@ LOSS = LossConfig(AlgorithmConfig(), response_limit=LIMIT, seed=0, on_policy=Tru
 
 def loss_of(on_policy: bool = True, first: bool = False, **algorithm: Any) -> LossConfig:
     """A loss with some settings of the section ``algorithm``, as a recipe would give them."""
-    return LossConfig(AlgorithmConfig.model_validate(algorithm), LIMIT, seed=0, on_policy=on_policy, first=first)
+    settings = {"prompts_per_update": 16} | algorithm  # of a step of 32, so that no loss is without a use
+    return LossConfig(AlgorithmConfig.model_validate(settings), LIMIT, seed=0, on_policy=on_policy, first=first)
 
 
 _RATE, _EPS = 1e6, 1e3

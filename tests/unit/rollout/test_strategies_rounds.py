@@ -208,7 +208,7 @@ def test_oversampling_learns_from_what_the_cutoff_keeps_and_counts_the_rest() ->
     def kept(job: Job) -> Sampled:
         return Sampled(rounds.sample(job).groups[1::2], groups_left_out=3, tokens_left_out=77)
 
-    drawn = draw(OverSampling(factor=2.0), 0, JOB, 3, rounds.take, kept, differs)
+    drawn = draw(OverSampling(factor=2.0, cutoff_tokens=4), 0, JOB, 3, rounds.take, kept, differs)
     assert names(drawn.groups) == names(drawn.sampled) == [1, 3, 5]
     assert (drawn.problems, counts(drawn), drawn.note) == (6, (1, 3, 0, 77), None)
 
