@@ -1,6 +1,8 @@
 """How the policy learns: the section ``algorithm``."""
 
 from collections.abc import Iterator
+from fractions import Fraction
+from math import ceil
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -54,6 +56,13 @@ class OverSampling(Section):
     cutoff_tokens: Positive
     """Tokens after which unfinished responses wait, fewer than `rollout.max_response_tokens`. Groups that are finished
     by then come first; only where they are too few do others go on, the fewest unfinished responses first."""
+
+    def problems(self, wanted: int) -> int:
+        """Problems to sample, of which ``wanted`` are learned from: the factor as it is written, rounded up.
+
+        1.1 is eleven tenths; the double of that name is more, and ten times it would be twelve.
+        """
+        return ceil(Fraction(repr(self.factor)) * wanted)
 
 
 Sampling = Annotated[PlainSampling | DynamicSampling | ReplaceSampling | OverSampling, Field(discriminator="name")]

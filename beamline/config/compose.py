@@ -164,10 +164,13 @@ def _explain(error: ErrorDetails, tree: Tree) -> Problem:
         case "extra_forbidden":
             return _unknown_key(path, error["input"], where)
         case "value_error":
-            return Problem(str(context["error"]), key)
+            reason = str(context["error"])
+            return Problem(reason, "" if reason.startswith(f"{key}.") else key)
         case "missing":
             return Problem(f"is required ({shape.kind})", key, where=where)
         case "union_tag_not_found" | "union_tag_invalid":
+            chooser = find(tree, (*path, shape.discriminator or ""))
+            where = chooser.where if chooser is not None else where
             chosen = shown(context["tag"]) if "tag" in context else None
             choices = " or ".join(f"`{variant}`" for variant in shape.variants)
             return Problem(f"expected {choices}", f"{key}.{shape.discriminator}", chosen, where)
@@ -182,10 +185,9 @@ def _explain(error: ErrorDetails, tree: Tree) -> Problem:
 def _unknown_key(path: KeyPath, given: Any, where: str) -> Problem:
     """Say which key was meant; when the unknown key holds one other key, the two are taken together."""
     section, parent = ".".join(path[:-1]), _place(path[:-1])[1]
-    for name, variant in parent.variants.items():
-        if path[-1] in variant.fields:
-            reason = f"exists only with {section}.{parent.discriminator}={name}"
-            return Problem(reason, ".".join(path), shown(given), where)
+    if owners := [name for name, variant in parent.variants.items() if path[-1] in variant.fields]:
+        reason = f"exists only with {section}.{parent.discriminator}={' or '.join(owners)}"
+        return Problem(reason, ".".join(path), shown(given), where)
     while isinstance(given, dict) and len(given) == 1:
         ((part, given),) = given.items()
         path = (*path, part)

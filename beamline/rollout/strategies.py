@@ -6,8 +6,6 @@ time, nor of what finishes first.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from math import ceil
 
 import numpy as np
 
@@ -152,7 +150,7 @@ def _oversampled(
     strategy: OverSampling, job: Job, wanted: int, take: Take, sample_round: SampleRound, has_signal: Signal
 ) -> Drawn:
     """More problems than are wanted; the job's cutoff leaves out those whose responses are long."""
-    count = ceil(Fraction(repr(strategy.factor)) * wanted)  # as it was written: the double of 1.1 is more than 1.1
+    count = strategy.problems(wanted)
     cutoff = Cutoff(strategy.cutoff_tokens, groups=wanted)
     made = sample_round(replace(job, problems=take(0, count), cutoff=cutoff))
     drawn = _everything(made.groups, count, has_signal)

@@ -1,7 +1,6 @@
 """What a run would do, found out without doing it."""
 
-from fractions import Fraction
-from math import ceil, prod
+from math import prod
 
 from beamline.checkpoint import CheckpointStore
 from beamline.config.algorithm import AlgorithmConfig, DynamicSampling, OverSampling
@@ -60,9 +59,8 @@ def _draws(algorithm: AlgorithmConfig) -> tuple[int, int]:
     match algorithm.sampling:
         case DynamicSampling(rounds=rounds):
             return wanted, rounds * wanted
-        case OverSampling(factor=factor):
-            count = ceil(Fraction(repr(factor)) * wanted)
-            return count, count
+        case OverSampling() as sampling:
+            return sampling.problems(wanted), sampling.problems(wanted)
         case _:
             return wanted, wanted
 

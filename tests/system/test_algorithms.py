@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
+from beamline.config import load_config
 from beamline.config.keys import Shape, root
 from beamline.records import Completion
 from beamline.report import read_metrics, reproducible
@@ -38,8 +39,8 @@ SMALL = (
     "reward.grading.workers=1",
     "runtime.threads=1",
 )
-STEPS, FEW = 3, 1
-"""Steps of a run with a variant as it is, and of most others: the second update of a step is off-policy already."""
+STEPS = 5
+"""Steps of a run: the second update of each is off-policy, and from the second on the policy is not the reference."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Trained:
 Train = Callable[..., Trained]
 
 
-def train_in(folder: Path, cli: Cli, overrides: Sequence[str], steps: int = FEW) -> Ended:
+def train_in(folder: Path, cli: Cli, overrides: Sequence[str], steps: int = STEPS) -> Ended:
     return cli("train", QUICKSTART, f"output={folder}", f"steps={steps}", *SMALL, *overrides)
 
 
@@ -74,17 +75,17 @@ def done() -> dict[tuple[object, ...], Trained]:
 
 @pytest.fixture
 def train(cli: Cli, tmp_path: Path, done: dict[tuple[object, ...], Trained], monkeypatch: pytest.MonkeyPatch) -> Train:
-    def train(*overrides: str, steps: int = FEW, noisy: bool = False) -> Trained:
-        key = (*overrides, steps, noisy)
+    def train(*overrides: str, noisy: bool = False) -> Trained:
+        key = (*overrides, noisy)
         if key not in done:
             folder = tmp_path / f"run-{len(done)}"
             with monkeypatch.context() as patched:
                 if noisy:
                     distort_logprobs(patched, noise)
-                ended = train_in(folder, cli, (*overrides, *(["algorithm.guard.mismatch=null"] * noisy)), steps)
+                ended = train_in(folder, cli, (*overrides, *(["algorithm.guard.mismatch=null"] * noisy)))
             assert ended.code == 0, ended.err
             lines = [reproducible(line) for line in read_metrics(folder / "metrics.jsonl")]
-            assert [line["step"] for line in lines] == list(range(steps + 1))
+            assert [line["step"] for line in lines] == list(range(STEPS + 1))
             done[key] = Trained(lines[1:], tensors(newest(folder)))
         return done[key]
 
@@ -164,6 +165,7 @@ def algorithm(walk: Callable[[Shape, str], list[tuple[str, ...]]]) -> list[tuple
 NO_OPTION = {"name", "place", "anchor"}
 """What chooses a variant, and what all losses share: it has tests of its own."""
 VARIANTS, OPTIONS = algorithm(variants), algorithm(options)
+PLAIN = load_config(QUICKSTART).model_dump(mode="json")
 LOSSES = list(root().fields["algorithm"].fields["loss"].variants)
 
 AROUND = {
@@ -188,7 +190,11 @@ def noisy(choice: Sequence[str]) -> bool:
 
 def default_of(choice: Sequence[str]) -> bool:
     """Whether a choice is what the quickstart is already."""
-    return choice[0] in {"algorithm.loss=clip", "algorithm.advantage=grpo"} or choice[0].endswith("=none")
+    key, _, value = choice[0].partition("=")
+    chosen: Any = PLAIN
+    for part in key.split("."):
+        chosen = chosen[part]
+    return value in (chosen.get("name"), chosen.get("place")) if isinstance(chosen, dict) else value == chosen
 
 
 EXTRA = {
@@ -213,7 +219,7 @@ def promised(choice: Sequence[str]) -> set[str]:
 
 @pytest.mark.parametrize("choice", [each for each in VARIANTS if not default_of(each)], ids=" ".join)
 def test_every_variant_learns_otherwise_than_the_quickstart(choice: tuple[str, ...], train: Train) -> None:
-    run = partial(train, *around(choice), steps=STEPS, noisy=noisy(choice))
+    run = partial(train, *around(choice), noisy=noisy(choice))
     plain, chosen = run(), run(*choice)
     if choice[0].startswith("algorithm.guard"):
         assert chosen == plain
@@ -227,8 +233,7 @@ def test_every_variant_learns_otherwise_than_the_quickstart(choice: tuple[str, .
 @pytest.mark.parametrize("choice", OPTIONS, ids=" ".join)
 def test_every_option_of_a_variant_changes_what_is_learned(choice: tuple[str, ...], train: Train) -> None:
     variant = [each for each in choice[:1] if not default_of(choice)]
-    steps = FEW + (choice[0] == "algorithm.kl=reward")  # at first there is no penalty
-    run = partial(train, *around(choice), *variant, noisy=noisy(choice), steps=steps)
+    run = partial(train, *around(choice), *variant, noisy=noisy(choice))
     assert run(*choice[1:]).weights != run().weights
 
 
@@ -236,7 +241,7 @@ def test_every_option_of_a_variant_changes_what_is_learned(choice: tuple[str, ..
 def test_no_two_variants_are_the_same(section: str, train: Train) -> None:
     choices = [each for each in VARIANTS if each[0].startswith(f"algorithm.{section}") and not default_of(each)]
     runs = {
-        " ".join(choice): (around(choice), train(*around(choice), *choice, steps=STEPS, noisy=noisy(choice)).weights)
+        " ".join(choice): (around(choice), train(*around(choice), *choice, noisy=noisy(choice)).weights)
         for choice in choices
     }
     same = [(a, b) for a, b in combinations(runs, 2) if runs[a] == runs[b]]
@@ -254,7 +259,7 @@ CORRECTIONS = [
 def test_where_the_engines_agree_no_correction_changes_a_byte(rules: str, train: Train) -> None:
     corrected = train(f"algorithm.correction={rules}")
     assert corrected.weights == train().weights
-    assert corrected.values("correction/kept_share") == corrected.values("correction/weight_max") == [1.0]
+    assert set(corrected.values("correction/kept_share") + corrected.values("correction/weight_max")) == {1.0}
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -272,26 +277,31 @@ def test_where_they_do_not_agree_it_matters(train: Train) -> None:
 
 
 def test_with_exact_engines_the_first_ratio_is_1_and_the_mismatch_exactly_0(train: Train) -> None:
-    run = train("algorithm.prompts_per_update=4", steps=2)
+    run = train("algorithm.prompts_per_update=4")
     assert set(run.values("mismatch/logprob_abs_diff_max")) == {0.0}
     assert set(run.values("mismatch/ratio_mean")) == {1.0}
     for key in ("policy/kl_old", "policy/clip_share_low", "policy/clip_share_high"):
         assert set(run.values(key)) == {0.0}
 
 
-FILTERS = [
-    ("rollout.temperature=0.7", "rollout.top_p=0.9"),
-    ("rollout.temperature=1.3", "rollout.top_k=6", "rollout.min_p=0.01", "rollout.min_tokens=53"),
-]
+FILTERS = {"rollout.top_p=0.9": 0.7, "rollout.top_k=2": 1.3, "rollout.min_p=0.1": 1.3, "rollout.min_tokens=54": 1.3}
+"""Filters of the sampler, and the temperature they are tried at."""
 
 
-@pytest.mark.parametrize("filters", FILTERS, ids=" ".join)
-def test_with_the_support_recorded_filters_leave_no_mismatch(filters: tuple[str, ...], train: Train) -> None:
-    run = train("rollout.record_support=true", *filters, steps=2)
-    assert run.values("mismatch/logprob_abs_diff_max"), "no group had a signal"
+@pytest.mark.parametrize("choice", FILTERS)
+def test_with_the_support_recorded_a_filter_changes_what_is_drawn_and_leaves_no_mismatch(
+    choice: str, train: Train
+) -> None:
+    temperature = f"rollout.temperature={FILTERS[choice]}"
+    run = train(temperature, "rollout.record_support=true", choice)
+    assert run.weights != train(temperature).weights
+    assert run.values("policy/updates")[0] == 2
     assert set(run.values("mismatch/logprob_abs_diff_max")) == {0.0}
     assert set(run.values("mismatch/ratio_mean")) == {1.0}
-    assert run.values("policy/updates")[-1] > 1
+
+
+def test_the_temperature_changes_what_is_drawn(train: Train) -> None:
+    assert train("rollout.temperature=0.7").weights != train("rollout.temperature=1.3").weights
 
 
 def test_a_support_that_holds_everything_changes_nothing(train: Train) -> None:
@@ -307,7 +317,7 @@ def test_the_divergence_from_the_reference_grows_from_exactly_0(
     place: str, metric: str, sign: float, estimator: str, train: Train
 ) -> None:
     once = ["algorithm.prompts_per_update=4"] * (place == "loss")  # its values are of all updates of a step
-    first, second = train(*once, f"algorithm.kl={place}", f"algorithm.kl.estimator={estimator}", steps=2).values(metric)
+    first, second = train(*once, f"algorithm.kl={place}", f"algorithm.kl.estimator={estimator}").values(metric)
     assert first == 0
     assert second != 0
     if estimator != "k1":  # of which a single value may have either sign
@@ -367,8 +377,8 @@ def test_a_run_of_off_policy_corrections_is_the_same_bytes_again(cli: Cli, tmp_p
         "algorithm.correction={weight: icepop, sequence_mask: product, veto: outlier}",
         "algorithm.kl={place: loss, estimator: k2}",
     )
-    first = train(*overrides, steps=2)
-    assert train_in(tmp_path / "again", cli, overrides, steps=2).code == 0
+    first = train(*overrides)
+    assert train_in(tmp_path / "again", cli, overrides).code == 0
     again = [reproducible(line) for line in read_metrics(tmp_path / "again" / "metrics.jsonl")][1:]
     assert Trained(again, tensors(newest(tmp_path / "again"))) == first
 
@@ -411,7 +421,7 @@ def test_the_guard_looks_again_when_a_run_is_gone_on_with(
 ) -> None:
     assert train_in(tmp_path, cli, [], steps=1).code == 0
     distort_logprobs(monkeypatch, shifted)
-    ended = train_in(tmp_path, cli, ["checkpoint.resume=latest"], steps=2)
+    ended = train_in(tmp_path, cli, ["checkpoint.resume=latest"])
     assert ended.code == 1
     assert ended.err.startswith("GuardError: ")
     assert newest(tmp_path).name == "global_step_1"

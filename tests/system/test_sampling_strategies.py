@@ -135,6 +135,8 @@ def test_the_statistics_of_a_step_add_up(strategy: str, run: Path) -> None:
         assert (line["train/tokens_unjudged"] > 0) == (strategy == "oversample")
         if learned:
             assert 0 < line["policy/counted_tokens"] <= learned * SAMPLES * 64
+            seconds = line["timing/old_logprobs"] + line["timing/update"]
+            assert line["timing/training_tokens_per_s"] == pytest.approx(line["policy/counted_tokens"] / seconds)
 
 
 @pytest.mark.parametrize("strategy", ["dynamic"])
