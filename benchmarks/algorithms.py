@@ -43,7 +43,7 @@ CURVES = {
     AVERAGE: "accuracy on held-out problems (avg@8)",
     "train/reward_mean": "training reward (mean of 5 steps)",
     "policy/entropy": "entropy, nats a token (mean of 5 steps)",
-    "policy/clip_share": "tokens that a bound takes out (mean of 5 steps)",
+    "policy/clip_share": "tokens on which a bound took hold (mean of 5 steps)",
 }
 COLORS = ("#1f6fb4", "#c8553d", "#3a9d5d", "#8a5fb0")
 
@@ -122,7 +122,9 @@ def _curve(axes: Axes, runs: dict[str, list[dict[str, Any]]], key: str, title: s
             axes.plot(steps, smooth, style, color=color, linewidth=1.6, label=name if run["seed"] == 0 else None)
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel("step", fontsize=9)
-    axes.set_ylim(bottom=0 if key != "train/reward_mean" else None)
+    if key == "policy/clip_share":
+        axes.set_yscale("symlog", linthresh=1e-4)  # from one token in 100,000 to one in three
+    axes.set_ylim(bottom=None if key == "train/reward_mean" else 0)
     axes.grid(color="#e6e6e6", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
 
