@@ -9,7 +9,7 @@ from beamline.algorithms.statistics import sampling_statistics
 from beamline.config.kl import KlReward
 from beamline.config.schema import RunConfig
 from beamline.evaluate import evaluate, evaluation_metrics, write_evaluation
-from beamline.learner.learner import StepStats, update_statistics
+from beamline.learner.learner import PreparedBatch, StepStats, update_statistics
 from beamline.learner.penalty import with_kl_penalty
 from beamline.records import Experience, Group, SamplingParams
 from beamline.report import evaluation_folder
@@ -109,17 +109,23 @@ def sample_round(run: Run, job: Job) -> Sampled:
 
 
 def learn(run: Run, groups: list[Group]) -> list[StepStats]:
-    """Cut the step into mini-batches, prepare all of them with the weights that sampled, and update once for each."""
+    """Cut the step into mini-batches, prepare all of them with the weights that sampled, and update once for each.
+
+    The first that has anything to learn from is updated by the weights that sampled.
+    """
     learner, size = run.engines.learner, run.config.algorithm.prompts_per_update
     mini_batches = [experiences(groups[start : start + size]) for start in range(0, len(groups), size)]
+    prepared: list[PreparedBatch] = []
     with run.timings("old_logprobs"):
-        prepared = [learner.prepare(batch, loss_config(run, on_policy=i == 0)) for i, batch in enumerate(mini_batches)]
+        for batch in mini_batches:
+            on_policy = not any(earlier.loss_tokens for earlier in prepared)
+            prepared.append(learner.prepare(batch, loss_config(run, on_policy)))
     stats = []
     with run.timings("update"), run.console.phase("training", len(prepared)) as bar:
         for mini_batch in prepared:
             stats.append(learner.step(mini_batch))
             bar.advance(stats[-1].tokens)
-    run.guarded |= bool(stats) and not stats[0].skipped
+    run.guarded |= any(not update.skipped for update in stats)
     return stats
 
 
@@ -133,7 +139,7 @@ def experiences(groups: list[Group]) -> list[Experience]:
 
 
 def loss_config(run: Run, on_policy: bool) -> LossConfig:
-    """The loss of a mini-batch; only the first update of a step is made by the weights that sampled."""
+    """The loss of a mini-batch, and whether the weights that sampled are those that it updates."""
     return LossConfig(
         algorithm=run.config.algorithm,
         response_limit=run.config.rollout.max_response_tokens,

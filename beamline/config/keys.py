@@ -160,6 +160,8 @@ def _follow(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _kind(shape: Shape) -> str:
     spec = shape.spec
+    if shape.variants:
+        return " or ".join(f"`{name}`" for name in shape.variants) + ", alone or with settings"
     if shape.fields:
         return "a section with the keys " + ", ".join(shape.fields)
     if shape.entry:

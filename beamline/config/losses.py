@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from beamline.config.section import Bound, Section, Share
 
 ClipLow = Annotated[float, Field(gt=0, lt=1)]
+Steepness = Annotated[float, Field(ge=1e-3, le=1e3)]
 Anchor = Literal["learner", "sampler"]
 
 
@@ -55,9 +56,9 @@ class SapoLoss(PolicyLoss):
     """A smooth gate on the ratio in place of the clip (SAPO)."""
 
     name: Literal["sapo"] = "sapo"
-    tau_positive: Bound = 1.0
+    tau_positive: Steepness = 1.0
     """Steepness of the gate for positive advantages."""
-    tau_negative: Bound = 1.05
+    tau_negative: Steepness = 1.05
     """Steepness of the gate for negative advantages: steeper, so that they fade sooner."""
 
 

@@ -193,7 +193,7 @@ class RolloutConfig(Section):
     """Divides the logits, in the sampler and in the learner alike."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; 1 in training, unless the support is recorded."""
-    top_k: NonNegative = 0
+    top_k: Annotated[int, Field(ge=0, le=2**31)] = 0
     """Keep the k most likely tokens, 0 = all; 0 in training, unless the support is recorded."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Drop tokens less likely than this share of the most likely one; 0 in training, unless the support is recorded."""
@@ -211,7 +211,7 @@ class RolloutConfig(Section):
 class OptimizerConfig(Section):
     """AdamW with linear warm-up, then a constant rate."""
 
-    lr: Annotated[float, Field(ge=0)] = 1e-6
+    lr: Annotated[float, Field(ge=0, le=1e3)] = 1e-6
     """Learning rate after warm-up. 0 trains nothing: the control of an experiment."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Decay of the first and second moments."""
@@ -231,7 +231,8 @@ class LearnerConfig(Section):
     engine: Literal["torch"] = "torch"
     """`torch`: the embedded learner, in this process; `policy.parity` says by which operations."""
     micro_batch_tokens: Positive = 4096
-    """Most rows of a micro-batch; a longer sequence is a micro-batch of its own. Bounds memory, never the result."""
+    """Most rows of a micro-batch; a longer sequence is a micro-batch of its own. Bounds memory; the result
+    is the same but for rounding."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
 

@@ -21,7 +21,7 @@ def with_kl_penalty(groups: Sequence[Group], learner: Learner[Any], config: KlRe
     reference = learner.forward([Experience(rollout, 0.0) for rollout in graded], ["logprobs"], "reference").logprobs
     assert reference is not None
     penalties = {
-        rollout.key: -config.coefficient * _divergence(rollout, logprobs, config)
+        rollout.key: 0.0 - config.coefficient * _divergence(rollout, logprobs, config)
         for rollout, logprobs in zip(graded, reference, strict=True)
     }
     return [

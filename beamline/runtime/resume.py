@@ -51,6 +51,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     problems_drawn: Annotated[int, msgspec.Meta(ge=0)]
     environment: dict[str, str | int]
     problems: dict[str, str]
+    reference: str
     config: dict[str, Any]
 
 
@@ -201,8 +202,19 @@ def _remove_dumps(output: Path, after: int) -> None:
             shutil.rmtree(folder)
 
 
-def check_same(config: RunConfig, problems: Mapping[str, str], saved: RunState) -> None:
-    """Hold machine, configuration and problems (their fingerprints) against those of a checkpoint.
+def reference_fingerprint(config: RunConfig, folder: Path) -> str:
+    """A hash of the weights in a model folder where they are the reference of a KL penalty; empty without one."""
+    if config.algorithm.kl.place == "none":
+        return ""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def check_same(config: RunConfig, problems: Mapping[str, str], reference: str, saved: RunState) -> None:
+    """Hold machine, configuration, problems and reference (their fingerprints) against those of a checkpoint.
 
     Raises:
         ResumeError: something differs that shapes the result, and the recipe does not allow it.
@@ -230,6 +242,7 @@ def check_same(config: RunConfig, problems: Mapping[str, str], saved: RunState) 
         for key, old, new in differences(before, config)
         if not any(key == free or key.startswith(free + ".") for free in _FREE)
     ]
+    changed += [f"the weights in model.path={config.model.path}, the KL reference"] * (saved.reference != reference)
     changed += [
         f"the problems of data set {name!r}" for name in problems if saved.problems.get(name, "") != problems[name]
     ]

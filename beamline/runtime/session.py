@@ -15,7 +15,7 @@ from beamline.report import MetricsWriter, rollouts_path, write_report, write_ro
 from beamline.rollout.rows import rows
 from beamline.runtime.console import RunConsole
 from beamline.runtime.data import Data, load_data, write_data_report
-from beamline.runtime.engines import Engines, build, load_chat
+from beamline.runtime.engines import Engines, build, load_chat, model_folder
 from beamline.runtime.export import export
 from beamline.runtime.resume import (
     ResumeError,
@@ -24,6 +24,7 @@ from beamline.runtime.resume import (
     clear_unsaved,
     environment,
     go_back,
+    reference_fingerprint,
     resume_from,
     run_state,
 )
@@ -46,6 +47,7 @@ class Run:
     console: RunConsole
     timings: Timings
     fresh: bool
+    reference: str
     step: int = 0
     saved_step: int = -1
     updates: int = 0
@@ -93,6 +95,7 @@ class Run:
             "problems_drawn": self.problems_drawn,
             "environment": environment(self.config),
             "problems": self.data.fingerprints(),
+            "reference": self.reference,
             "config": self.config.model_dump(mode="json"),
         }
         with self.timings("checkpoint"):
@@ -114,7 +117,7 @@ def open_from(config: RunConfig, data: Data, path: Path) -> Checkpoint:
         ResumeError: something differs that shapes the result.
     """
     checkpoint = verify(path) if config.checkpoint.verify else open_checkpoint(path)
-    check_same(config, data.fingerprints(), run_state(checkpoint))
+    check_same(config, data.fingerprints(), _reference(config), run_state(checkpoint))
     return checkpoint
 
 
@@ -157,6 +160,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
                 console=console,
                 timings=Timings(),
                 fresh=opened is None,
+                reference=_reference(config),
                 step=step,
                 saved_step=-1 if opened is None else step,
                 updates=0 if state is None else state.updates,
@@ -164,6 +168,10 @@ def open_run(config: RunConfig) -> Iterator[Run]:
                 problems_drawn=0 if state is None else state.problems_drawn,
             )
             yield run
+
+
+def _reference(config: RunConfig) -> str:
+    return reference_fingerprint(config, model_folder(config))
 
 
 def _announce(console: RunConsole, config: RunConfig, data: Data, resumed_at: int | None) -> None:

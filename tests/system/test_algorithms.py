@@ -1,6 +1,7 @@
 """Every algorithm and every option of one does its part in the real command line."""
 
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from beamline.config import load_config
 from beamline.config.keys import Shape, root
@@ -425,3 +426,37 @@ def test_the_guard_looks_again_when_a_run_is_gone_on_with(
     assert ended.code == 1
     assert ended.err.startswith("GuardError: ")
     assert newest(tmp_path).name == "global_step_1"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_guard_looks_at_whatever_is_learned_first(
+    seed: int, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one group an update the first has no signal in some of these runs, and another one is learned from first."""
+    distort_logprobs(monkeypatch, shifted)
+    ended = train_in(tmp_path, cli, [f"seed={seed}", "algorithm.prompts_per_update=1"], steps=1)
+    assert ended.code == 1
+    assert ended.err.startswith("GuardError: ")
+
+
+def test_a_wrong_sampler_is_found_although_a_correction_leaves_nothing_to_learn_from(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distort_logprobs(monkeypatch, shifted)
+    nothing = ["algorithm.correction.sequence_mask={name: geometric, low: 50, high: 51}"]
+    ended = train_in(tmp_path, cli, nothing, steps=1)
+    assert ended.code == 1
+    assert ended.err.startswith("GuardError: ")
+
+
+def test_a_run_does_not_go_on_against_another_reference(cli: Cli, tmp_path: Path) -> None:
+    model, run = shutil.copytree(STARTER, tmp_path / "model"), tmp_path / "run"
+    settings = (f"model.path={model}", "algorithm.kl={place: loss, coefficient: 1}", "checkpoint.resume=latest")
+    assert train_in(run, cli, settings, steps=1).code == 0
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] *= 2
+    save_file(weights, model / "model.safetensors")
+    ended = train_in(run, cli, settings, steps=2)
+    assert ended.code == 1
+    assert f"the weights in model.path={model}, the KL reference" in ended.err
+    assert train_in(run, cli, (*settings, "checkpoint.allow_other_config=true"), steps=2).code == 0

@@ -138,6 +138,7 @@ class TorchLearner:
     def step(self, prepared: TorchPrepared) -> StepStats:
         """One optimizer update over the mini-batch; none when no token is kept."""
         planned, lr = prepared.plan, self._optimizer.lr
+        self._guard_mismatch(prepared.loss, planned.compared)
         if not prepared.loss_tokens:
             return StepStats(0.0, None, lr, planned.counted_tokens, planned.kept_tokens, planned.compared, None)
         passes = [self._backward(micro, prepared.loss) for micro in prepared.micro_batches]
@@ -149,22 +150,24 @@ class TorchLearner:
                 raise FloatingPointError(f"the loss is {loss}; the update was not made")
             if prepared.loss.on_policy and compared is None:
                 compared = _compared(prepared.micro_batches, learned)
-            self._guard(prepared, learned, compared)
+            self._guard_ratio(prepared, learned)
+            self._guard_mismatch(prepared.loss, compared)
         except (FloatingPointError, GuardError):
             self._optimizer.zero()
             raise
         norm = self._optimizer.step()
         return StepStats(loss, norm, lr, planned.counted_tokens, planned.kept_tokens, compared, learned)
 
-    def _guard(self, prepared: TorchPrepared, learned: Learned, compared: Compared | None) -> None:
-        """Hold the first update of the process against what training relies on."""
-        if not prepared.loss.first:
-            return
+    def _guard_ratio(self, prepared: TorchPrepared, learned: Learned) -> None:
+        """Hold the first update of the process against a pass under the same weights, where there was one."""
         verified = [m.verified_logprobs_T for m in prepared.micro_batches if m.verified_logprobs_T is not None]
         if verified:
             check_ratio(learned.logprobs, torch.cat(verified).numpy())
-        limit = prepared.loss.algorithm.guard.mismatch
-        if limit is not None and compared is not None:
+
+    def _guard_mismatch(self, loss: LossConfig, compared: Compared | None) -> None:
+        """Hold what the sampler wrote down for the first update of the process against the learner."""
+        limit = loss.algorithm.guard.mismatch
+        if loss.first and limit is not None and compared is not None:
             check_mismatch(compared.old_logprobs, compared.sampler_logprobs, limit)
 
     def _backward(self, micro: _MicroBatch, loss: LossConfig) -> tuple[Tensor, Learned]:
