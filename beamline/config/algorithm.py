@@ -108,8 +108,8 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "AlgorithmConfig":
-        for contradiction in self._contradictions():
-            raise ValueError(contradiction)
+        if contradictions := list(self._contradictions()):
+            raise ValueError("; ".join(contradictions))
         return self
 
     def _contradictions(self) -> Iterator[str]:

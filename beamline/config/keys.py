@@ -106,7 +106,9 @@ def nearest(name: str, section: bool = False) -> list[str]:
     """
     given = name.split(".")
     candidates = [
-        _named_like(key.name, given) for key in keys() if section == bool(key.shape.fields or key.shape.entry)
+        _named_like(key.name, given)
+        for key in keys()
+        if section == bool(key.shape.fields or key.shape.entry) or key.shape.variants  # which take a name alone, too
     ]
     if ends := [candidate for candidate in candidates if candidate.endswith("." + name)]:
         return ends

@@ -211,7 +211,7 @@ class RolloutConfig(Section):
 class OptimizerConfig(Section):
     """AdamW with linear warm-up, then a constant rate."""
 
-    lr: Annotated[float, Field(ge=0, le=1e3)] = 1e-6
+    lr: Annotated[float, Field(ge=0)] = 1e-6
     """Learning rate after warm-up. 0 trains nothing: the control of an experiment."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Decay of the first and second moments."""
@@ -334,8 +334,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _pairs_agree(self) -> "RunConfig":
-        for contradiction in (*self._about_sampling(), *self._about_rewards()):
-            raise ValueError(contradiction)
+        if contradictions := [*self._about_sampling(), *self._about_rewards()]:
+            raise ValueError("; ".join(contradictions))
         return self
 
     def _about_sampling(self) -> Iterator[str]:
@@ -381,15 +381,15 @@ class RunConfig(Section):
         if reward.wrong >= reward.right:
             yield f"reward.wrong={reward.wrong} must be smaller than reward.right={reward.right}"
         penalties = {
-            "reward.overlong.buffer_tokens": reward.overlong.buffer_tokens > 0,
-            "algorithm.kl.place=reward": self.algorithm.kl.place == "reward",
+            "reward.overlong.buffer_tokens=0": reward.overlong.buffer_tokens > 0,
+            "algorithm.kl.place=none": self.algorithm.kl.place == "reward",
         }
-        penalty = next((key for key, on in penalties.items() if on), None)
-        if isinstance(advantage, MaxrlAdvantage | PassAtKAdvantage) and penalty is not None:
-            yield (
-                f"algorithm.advantage.name={advantage.name} knows right and wrong alone, and {penalty} is a penalty "
-                "between them; switch it off, or choose another advantage"
-            )
+        for off in (off for off, on in penalties.items() if on):
+            if isinstance(advantage, MaxrlAdvantage | PassAtKAdvantage):
+                yield (
+                    f"algorithm.advantage.name={advantage.name} knows right and wrong alone, and no penalty between "
+                    f"them: use {off}, or another advantage"
+                )
         if isinstance(advantage, MaxrlAdvantage) and reward.wrong != 0:
             yield (
                 "algorithm.advantage.name=maxrl divides by the mean reward, so that wrong answers must earn nothing: "

@@ -29,6 +29,11 @@ _SHOWN = (
     ("timing/training_tokens_per_s", "train tok/s", ",.0f"),
     ("timing/step", "s", ".1f"),
 )
+_SHOWN_IF_ANY = (
+    ("train/groups_left_out", "left out"),
+    ("train/groups_missing", "missing"),
+    ("train/ungraded", "ungraded"),
+)
 _WIDE = 200  # columns where there is no terminal that tables have to fit into
 
 
@@ -104,6 +109,7 @@ class RunConsole:
         for key, label, form in _SHOWN:
             if key in line:
                 parts.append(f"{label} {line[key]:{form}}" if line[key] else f"{label} 0")
+        parts += [f"{label} {line[key]:.0f}" for key, label in _SHOWN_IF_ANY if line.get(key)]
         accuracies = [key for key in line if "/avg@" in key and not key.endswith(("_low", "_high"))]
         parts += [f"{key} {line[key]:.1%}{_interval(line, key)}" for key in accuracies]
         if len(parts) > 2 or line["step"]:  # step 0 without an evaluation has nothing to tell

@@ -1,8 +1,10 @@
 """What a run would do, found out without doing it."""
 
+import json
 from math import prod
 
 from beamline.checkpoint import CheckpointStore
+from beamline.config import differences
 from beamline.config.algorithm import AlgorithmConfig, DynamicSampling, OverSampling
 from beamline.config.schema import RunConfig
 from beamline.data import ProblemSet
@@ -38,6 +40,7 @@ def preview(config: RunConfig) -> str:
         f"samples = {samples} responses and {per_step} update{'s' if per_step > 1 else ''}",
         f"sequences   up to {positions(config)} tokens, {config.rollout.slots} at a time",
         _algorithm_line(algorithm),
+        *_settings_line(config),
         *_data_lines(data, config),
     ]
     return "\n".join(lines)
@@ -51,6 +54,27 @@ def _algorithm_line(algorithm: AlgorithmConfig) -> str:
         f"algorithm   advantage {algorithm.advantage.name}, loss {algorithm.loss.name} ({algorithm.aggregation}), "
         f"sampling {algorithm.sampling.name} ({draws} problems a step), {reference}"
     )
+
+
+def _settings_line(config: RunConfig) -> list[str]:
+    """What the recipe says of the algorithm, and of how its samples are drawn, that is not the default."""
+    shown = ("algorithm.", "rollout.temperature", "rollout.top_", "rollout.min_", "rollout.record_", "data.order")
+    changed = differences(RunConfig(), config)
+    values = {key: new for key, _, new in changed if key.startswith(shown) and new is not None}
+    settings = [f"{key}={new if isinstance(new, str) else json.dumps(new)}" for key, new in values.items()]
+    return [f"settings    {' '.join(settings)}"] if settings else []
+
+
+def _evaluation_lines(data: Data, config: RunConfig) -> list[str]:
+    every, before = config.evaluation.every, config.evaluation.before_training
+    times = ["before training"] * before + [f"every {every} steps and at the end"] * bool(every)
+    if not times:
+        return ["evaluation  none (evaluation.every=0, evaluation.before_training=false)"]
+    return [
+        f"evaluation  {name}: {len(problems)} problems x {config.evaluation.samples_per_problem} samples, "
+        + " and ".join(times)
+        for name, problems in data.evaluation.items()
+    ]
 
 
 def _draws(algorithm: AlgorithmConfig) -> tuple[int, int]:
@@ -68,10 +92,7 @@ def _draws(algorithm: AlgorithmConfig) -> tuple[int, int]:
 def _data_lines(data: Data, config: RunConfig) -> list[str]:
     least, most = _draws(config.algorithm)
     lines = _training_lines(data.train, config.steps * least, config.steps * most)
-    lines += [
-        f"evaluation  {name}: {len(problems)} problems x {config.evaluation.samples_per_problem} samples"
-        for name, problems in data.evaluation.items()
-    ]
+    lines += _evaluation_lines(data, config)
     shared = {name: count for name, count in data.overlap.items() if count}
     lines += [f"overlap     {name}: {count} problems are also trained on" for name, count in shared.items()]
     return lines + [f"left out    {line}" for line in left_out(data.sets)]

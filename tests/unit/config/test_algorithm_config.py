@@ -200,8 +200,8 @@ def test_a_variant_that_does_not_exist_is_named_with_those_that_do(name: str, re
     ("overrides", "expected"),
     [
         (
-            ["algorithm.loss.tau_positive=2"],
-            "algorithm.loss.tau_positive=2: exists only with algorithm.loss.name=sapo",
+            ["algorithm.loss.covariance_low=2"],
+            "algorithm.loss.covariance_low=2: exists only with algorithm.loss.name=clip_cov",
         ),
         (
             ["algorithm.loss=gspo", "algorithm.loss.dual_clip=3"],
@@ -253,13 +253,13 @@ def test_a_key_that_is_another_variants_is_refused_with_its_owner(
         ),
         (
             ["algorithm.advantage=maxrl", "reward.wrong=0", "reward.overlong.buffer_tokens=4"],
-            "algorithm.advantage.name=maxrl knows right and wrong alone, and reward.overlong.buffer_tokens is a "
-            "penalty between them; switch it off, or choose another advantage",
+            "algorithm.advantage.name=maxrl knows right and wrong alone, and no penalty between them: use "
+            "reward.overlong.buffer_tokens=0, or another advantage",
         ),
         (
             ["algorithm.advantage=pass_at_k", "algorithm.kl=reward"],
-            "algorithm.advantage.name=pass_at_k knows right and wrong alone, and algorithm.kl.place=reward is a "
-            "penalty between them; switch it off, or choose another advantage",
+            "algorithm.advantage.name=pass_at_k knows right and wrong alone, and no penalty between them: use "
+            "algorithm.kl.place=none, or another advantage",
         ),
         (
             ["algorithm.advantage=gdpo", "algorithm.kl=reward"],

@@ -3,11 +3,13 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from beamline.config.advantages import Advantage
 from beamline.config.keys import REQUIRED, Key, keys
+from beamline.config.losses import Loss
 
 TEXT = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
 OPTIONS = [key for key in keys() if key.name.startswith("algorithm.") and not key.shape.fields]
@@ -31,7 +33,8 @@ def test_a_setting_of_a_variant_stands_in_its_row(key: Key) -> None:
     variant, option = key.condition.partition("=")[2], key.name.rpartition(".")[2]
     lines = [line for line in section_of(key).splitlines() if line.startswith("| `")]
     rows = [row for row in lines if f"`{variant}`" in "|".join(row.split("|")[1:3])]
-    assert any(f"`{option}={spelled(key.default)}`" in row for row in rows), rows
+    setting = f"`{option}={spelled(key.default)}`"
+    assert any(setting in row for row in rows), f"docs/algorithms.md: no row of `{variant}` has {setting}"
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,14 @@ def test_every_variant_has_a_row(key: Key) -> None:
 def test_other_settings_are_named_with_their_default(key: Key) -> None:
     name = key.name.removeprefix("algorithm.")
     assert f"`{name}` ({spelled(key.default)})" in TEXT.replace("\n", " ")
+
+
+@pytest.mark.parametrize(("folder", "union"), [("advantages", Advantage), ("losses", Loss)])
+def test_every_algorithm_has_a_file_of_tests(folder: str, union: Any) -> None:
+    names = [variant.model_fields["name"].default for variant in get_args(get_args(union)[0])]
+    tests = Path(__file__).parents[1] / "algorithms" / folder
+    kind = {"advantages": "advantage", "losses": "loss"}[folder]
+    assert [name for name in names if not (tests / f"test_{kind}_{name}.py").exists()] == []
 
 
 def test_the_page_names_no_setting_that_there_is_not() -> None:

@@ -19,11 +19,11 @@ def test_every_metric_is_documented_once_and_nothing_else_is() -> None:
     assert documented == list(METRICS)
 
 
-def test_names_elsewhere_are_given_for_metrics_that_there_are() -> None:
-    rows = re.findall(r"^\| (`.*?) \|", ALIASES, re.MULTILINE)
-    named = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
-    assert len(named) > 40
-    assert [name for name in named if name not in METRICS] == []
+def test_every_metric_has_its_names_elsewhere_or_is_said_to_have_none() -> None:
+    table, without = ALIASES.split("No counterpart in any of the three:")
+    rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    named = [name for text in (*rows, without) for name in re.findall(r"`([^`]+)`", text)]
+    assert sorted(named) == sorted(METRICS)
 
 
 @pytest.mark.parametrize(

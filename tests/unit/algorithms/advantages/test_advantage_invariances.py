@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -40,6 +41,10 @@ WHOLE = st.integers(0, 5).map(float)  # sums, shifts and multiples of these are 
 few = settings(max_examples=40)  # for each of eight advantages
 of_all = pytest.mark.parametrize("name", CONFIGS)
 of_group_relative = pytest.mark.parametrize("name", GROUP_RELATIVE)
+
+
+def test_every_advantage_is_among_those_that_are_held_against_the_invariances() -> None:
+    assert {type(config) for config in CONFIGS.values()} == set(get_args(get_args(Advantage)[0]))
 
 
 def largest(values: Sequence[NDArray[np.float64]]) -> float:
