@@ -1,4 +1,4 @@
-"""Policy losses side by side on the quickstart: ``docs/algorithms.svg`` and ``benchmarks/results/algorithms.json``.
+"""Policy losses side by side on the quickstart, in ``benchmarks/results/algorithms.json`` and a picture.
 
     python -m benchmarks.algorithms
 
@@ -9,19 +9,16 @@ loss and seed, one after the other. Differences of a run or two on a small model
 best.
 """
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
 from beamline.report import read_metrics
-from benchmarks.harness import parser, write
+from benchmarks.harness import parser, train, write
+from benchmarks.plot import save
 
 PICTURE = Path("docs/images/algorithms.svg")
 SHARED = [
@@ -60,16 +57,12 @@ def main() -> None:
         for name, overrides in RUNS.items()
     }
     write("algorithms", {"shared": SHARED, "runs": runs}, _table(runs), arguments.results)
-    mpl.rcParams["svg.hashsalt"] = "beamline"  # else the ids in the file are random
-    draw(runs).savefig(arguments.picture, metadata={"Date": None} if arguments.picture.suffix == ".svg" else None)
+    save(draw(runs), arguments.picture)
 
 
 def _measure(name: str, overrides: list[str], seed: int, out: Path) -> dict[str, Any]:
     folder = out / f"{name.split()[0].lower()}-{seed}"
-    shutil.rmtree(folder, ignore_errors=True)
-    settings = [*SHARED, *overrides, f"seed={seed}", f"output={folder}"]
-    command = [sys.executable, "-m", "beamline.cli", "train", "recipes/quickstart.yaml", *settings]
-    subprocess.run(command, check=True)
+    train("quickstart", [*SHARED, *overrides, f"seed={seed}"], folder)
     lines = read_metrics(folder / "metrics.jsonl")
     for line in lines:
         if "policy/clip_share_low" in line:

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import platform
 import shlex
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -207,6 +209,15 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def train(recipe: str, overrides: Sequence[str], folder: Path) -> float:
+    """Train a recipe into a folder, anew and by the real command line; returns the seconds of the process."""
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, "-m", "beamline.cli", "train", f"recipes/{recipe}.yaml", *overrides, f"output={folder}"]
+    start = time.perf_counter()
+    subprocess.run(command, check=True)
+    return time.perf_counter() - start
 
 
 def write(name: str, record: Mapping[str, Any], table: Table, folder: Path = RESULTS) -> None:

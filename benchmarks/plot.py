@@ -48,9 +48,13 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--out", type=Path, default=PICTURE, help="the picture")
     arguments = options.parse_args()
+    save(draw(speeds(arguments.results), memory(arguments.results)), arguments.out)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a picture; an equal one is an equal file."""
     mpl.rcParams["svg.hashsalt"] = "beamline"  # else the ids in the file are random
-    figure = draw(speeds(arguments.results), memory(arguments.results))
-    figure.savefig(arguments.out, metadata={"Date": None} if arguments.out.suffix == ".svg" else None, dpi=150)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
 
 
 def speeds(results: Path) -> list[Row]:

@@ -6,17 +6,13 @@ Runs the real command line, one run after the other, and writes ``benchmarks/res
 and after with its 95 % interval over problems, seconds, peak memory, and what it ran on. Prints a table.
 """
 
-import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from beamline.report import read_metrics
-from benchmarks.harness import parser, write
+from benchmarks.harness import parser, train, write
 
 _CONTROL = ["seed=0", "learner.optimizer.lr=0"]
 _SUMS = {
@@ -40,11 +36,7 @@ def main() -> None:
 
 def _measure(name: str, recipe: str, evaluation: str, overrides: list[str], out: Path) -> dict[str, Any]:
     folder = out / name.replace(" ", "_").replace(",", "")
-    shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, "-m", "beamline.cli", "train", f"recipes/{recipe}.yaml", *overrides, f"output={folder}"]
-    start = time.perf_counter()
-    subprocess.run(command, check=True)
-    seconds = time.perf_counter() - start
+    seconds = train(recipe, overrides, folder)
     lines = read_metrics(folder / "metrics.jsonl")
     average = f"eval/{evaluation}/avg@8"
     evaluated = [line for line in lines if average in line]

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from beamline.algorithms.ratios import LOG_RATIO_LIMIT
+
 Floats = NDArray[np.float32]
-_LARGEST = 20.0  # log-ratios are held between -20 and 20 where they are exponentiated, so every figure is finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,8 @@ def mismatch_statistics(compared: Compared, limit: int) -> dict[str, float]:
 
 
 def _held(log_ratio: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.clip(log_ratio, -_LARGEST, _LARGEST)
+    """What is exponentiated, so that every figure is finite."""
+    return np.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def _exp(log_ratio: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -137,10 +139,10 @@ def _quarters(share: NDArray[np.floating]) -> list[tuple[int, NDArray[np.bool_]]
     return [(q + 1, quarter == q) for q in range(4)]
 
 
-Tokens = TypeVar("Tokens", Compared, Learned)
+Seen = TypeVar("Seen", Compared, Learned)
 
 
-def joined(parts: Sequence[Tokens]) -> Tokens:
+def joined(parts: Sequence[Seen]) -> Seen:
     """The tokens of several micro-batches or updates as one."""
     kind = type(parts[0])
     values: dict[str, Any] = {}

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
+from beamline.algorithms.ratios import LOG_RATIO_LIMIT, limited_exp
 from beamline.config.kl import Estimator, KlLoss
-
-_LARGEST = 20.0  # log-ratio that is exponentiated: e^20 leaves no doubt, and e^89 is no float32
 
 
 def estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
@@ -22,7 +21,7 @@ def estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
     if estimator == "k2":
         return log_ratio.square() / 2
     # Held in both terms: with the exponential alone held, the rest would have the gradient of the wrong sign.
-    held = log_ratio.clamp(min=-_LARGEST)
+    held = log_ratio.clamp(min=-LOG_RATIO_LIMIT)
     return torch.expm1(-held) + held
 
 
@@ -37,7 +36,7 @@ def kl_losses(logprobs_T: Tensor, anchor_logprobs_T: Tensor, reference_T: Tensor
     log_ratio = logprobs_T - reference_T
     value = estimate(log_ratio, config.estimator)
     if config.unbiased_gradient:
-        rho = (logprobs_T - anchor_logprobs_T).clamp(max=_LARGEST).exp()
+        rho = limited_exp(logprobs_T - anchor_logprobs_T)
         straight = (rho * log_ratio).detach() * (logprobs_T - logprobs_T.detach())  # 0, with the gradient wanted
         value = value.detach() + straight
     return value

@@ -19,10 +19,3 @@ class LossConfig:
     seed: int
     on_policy: bool
     first: bool = False
-
-    @property
-    def compares(self) -> bool:
-        """Whether pi_old must be known of every token before the update."""
-        algorithm = self.algorithm
-        off_policy = not self.on_policy and algorithm.loss.anchor == "learner"
-        return off_policy or algorithm.correction.active

@@ -1,6 +1,7 @@
 """A set of problems, what was left out of it, and which of them are drawn when."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,9 +65,13 @@ class ProblemSet:
 
 def _column(problem: Problem, name: str) -> Any:
     """A column beside problem and answer; preparing a file moves them into ``extra_info``."""
-    info = problem.extra.get("extra_info")
-    inner = info.get(name) if isinstance(info, dict) else None
-    return problem.extra.get(name, inner)
+    return problem.extra.get(name, in_extra_info(problem.extra, name))
+
+
+def in_extra_info(extra: Mapping[str, Any], name: str) -> Any:
+    """What stands under a name in the column ``extra_info``; None where there is no such thing."""
+    info = extra.get("extra_info")
+    return info.get(name) if isinstance(info, dict) else None
 
 
 def _finite(value: Any) -> float | None:

@@ -11,7 +11,7 @@ from beamline.data.errors import DataError, UnusableError
 from beamline.data.files import Row, read_rows
 from beamline.data.order import Part
 from beamline.data.overlap import comparable
-from beamline.data.problem_set import Excluded, ProblemSet
+from beamline.data.problem_set import Excluded, ProblemSet, in_extra_info
 from beamline.data.schemas import Item, read_row, shown
 from beamline.records import Problem
 from beamline.tasks import arithmetic
@@ -92,8 +92,7 @@ def _first(*choices: str | None) -> str:
 
 
 def _index(item: Item) -> str | None:
-    info = item.extra.get("extra_info")
-    index = info.get("index") if isinstance(info, dict) else None
+    index = in_extra_info(item.extra, "index")
     return str(index) if isinstance(index, str | int) and not isinstance(index, bool) else None
 
 

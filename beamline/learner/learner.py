@@ -14,6 +14,9 @@ from beamline.model.layout import Layout, WeightKind
 from beamline.records import Experience
 from beamline.transfer.plan import TransferPlan
 
+Weights = Literal["policy", "reference"]
+"""Whose weights evaluate: those that are trained, or those that training began with."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
@@ -93,11 +96,11 @@ class Learner(Protocol[Prepared]):
         self,
         batch: Sequence[Experience],
         outputs: Collection[Literal["logprobs", "entropy", "values"]],
-        weights: Literal["policy", "reference"] = "policy",
+        weights: Weights = "policy",
     ) -> Outputs:
         """Evaluate sequences at each one's own sampling temperature.
 
-        The reference is the model that training began with: a frozen copy, or the base without its adapters.
+        The reference is a frozen copy of the model that training began with, or the base without its adapters.
 
         Raises:
             ValueError: an output that this model cannot give, or no reference was asked for when it was built.

@@ -30,8 +30,7 @@ def with_kl_penalty(groups: Sequence[Group], learner: Learner[Any], config: KlRe
 
 
 def _divergence(rollout: Rollout, reference_logprobs: Any, config: KlReward) -> float:
-    chosen = rollout.policy_mask[1:]
-    log_ratio = rollout.logprobs[1:][chosen].astype("float64") - reference_logprobs[chosen]
+    log_ratio = rollout.response_logprobs.astype("float64") - reference_logprobs[rollout.policy_mask[1:]]
     return float(estimate(torch.from_numpy(log_ratio), config.estimator).sum())
 
 

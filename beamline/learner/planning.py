@@ -72,7 +72,9 @@ def evaluated(batch: Sequence[Experience], loss: LossConfig) -> list[int]:
 
 def needs_old(loss: LossConfig) -> bool:
     """Whether the log-probabilities before the update have to be computed."""
-    return loss.compares or selects(loss.algorithm.loss)
+    algorithm = loss.algorithm
+    off_policy = not loss.on_policy and algorithm.loss.anchor == "learner"
+    return off_policy or algorithm.correction.active or selects(algorithm.loss)
 
 
 def plan(
@@ -91,7 +93,7 @@ def plan(
         ValueError: a log-probability that a correction or the loss compares with is missing or not finite.
     """
     sequences = [batch[i] for i in indices]
-    sampler = [sampler_logprobs(sequence) for sequence in sequences]
+    sampler = [sequence.rollout.response_logprobs for sequence in sequences]
     _check_anchor(sequences, sampler, loss)
     compared = _compare(sampler, old, loss)
     keep, corrections = _decisions(sampler, compared)
@@ -140,11 +142,6 @@ def _decisions(
         return [np.ones(len(each), dtype=bool) for each in sampler], [np.ones(len(each)) for each in sampler]
     borders = np.cumsum(compared.tokens_B)[:-1]
     return np.split(compared.kept, borders), np.split(compared.weights, borders)
-
-
-def sampler_logprobs(experience: Experience) -> Floats:
-    """Log mu of the response tokens of a sequence."""
-    return experience.rollout.logprobs[experience.rollout.policy_mask]
 
 
 def _check_anchor(sequences: Sequence[Experience], sampler: Sequence[Floats], loss: LossConfig) -> None:

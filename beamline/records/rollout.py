@@ -66,6 +66,11 @@ class Rollout:
         return self.grade if self.grade is not None and self.grade.status == "graded" else None
 
     @property
+    def response_logprobs(self) -> NDArray[np.float32]:
+        """Log-probabilities of the tokens that the policy chose, as the sampler wrote them down."""
+        return self.logprobs[self.policy_mask]
+
+    @property
     def response_tokens(self) -> int:
         """How many tokens the policy chose."""
         return int(self.policy_mask.sum())

@@ -12,7 +12,7 @@ def rows(groups: Sequence[Group], chat: BeamChat, step: int) -> list[RolloutRow]
     made: list[RolloutRow] = []
     for group in groups:
         for rollout in group.rollouts:
-            grade, verdict, policy = rollout.grade, rollout.verdict, rollout.policy_mask
+            grade, verdict = rollout.grade, rollout.verdict
             assert grade is not None
             row: RolloutRow = {
                 "step": step,
@@ -21,7 +21,7 @@ def rows(groups: Sequence[Group], chat: BeamChat, step: int) -> list[RolloutRow]
                 "attempt": rollout.key.attempt,
                 "question": group.problem.text,
                 "answer": group.problem.answer,
-                "response": chat.decode(rollout.token_ids[policy]),
+                "response": chat.decode(rollout.token_ids[rollout.policy_mask]),
                 "parsed": grade.parsed,
                 "correct": None if verdict is None else verdict.correct,
                 "reward": None if verdict is None else verdict.reward,
@@ -29,7 +29,7 @@ def rows(groups: Sequence[Group], chat: BeamChat, step: int) -> list[RolloutRow]
                 "status": grade.status,
                 "finish": rollout.finish,
                 "tokens": rollout.response_tokens,
-                "logprob_mean": float(rollout.logprobs[policy].astype("float64").mean()),
+                "logprob_mean": float(rollout.response_logprobs.astype("float64").mean()),
             }
             if grade.error is not None:
                 row["error"] = grade.error

@@ -17,9 +17,7 @@ from beamline.rollout.collect import Cutoff, Job, Sampled
 Take = Callable[[int, int], Sequence[Problem]]
 """``take(start, count)``: problems ``start:start + count`` of those that the run draws from this step on."""
 SampleRound = Callable[[Job], Sampled]
-"""Draws the samples of a job, has them graded, and adds to their rewards what else there is."""
-
-
+"""Draws the samples of a job and has them graded."""
 Signal = Callable[[Group], bool]
 """Whether something can be learned from a group."""
 

@@ -25,6 +25,7 @@ from beamline.errors import BeamlineError
 from beamline.report import find_evaluations, read_metrics, truncate_after
 from beamline.report.rollouts import find_rollouts, step_of
 from beamline.runtime.determinism import cpu_family
+from beamline.runtime.engines import model_folder
 
 # Settings that a resumed run may change: they do not shape what any one step does. (Threads belong to the machine.)
 _FREE = (
@@ -202,12 +203,12 @@ def _remove_dumps(output: Path, after: int) -> None:
             shutil.rmtree(folder)
 
 
-def reference_fingerprint(config: RunConfig, folder: Path) -> str:
-    """A hash of the weights in a model folder where they are the reference of a KL penalty; empty without one."""
+def reference_fingerprint(config: RunConfig) -> str:
+    """A hash of the weights in the model's folder where they are the reference of a KL penalty; empty without one."""
     if config.algorithm.kl.place == "none":
         return ""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(model_folder(config).glob("*.safetensors")):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()

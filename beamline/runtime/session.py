@@ -15,7 +15,7 @@ from beamline.report import MetricsWriter, rollouts_path, write_report, write_ro
 from beamline.rollout.rows import rows
 from beamline.runtime.console import RunConsole
 from beamline.runtime.data import Data, load_data, write_data_report
-from beamline.runtime.engines import Engines, build, load_chat, model_folder
+from beamline.runtime.engines import Engines, build, load_chat
 from beamline.runtime.export import export
 from beamline.runtime.resume import (
     ResumeError,
@@ -109,15 +109,15 @@ class Run:
             export(self.config, newest, self.config.output / "export" / newest.name)
 
 
-def open_from(config: RunConfig, data: Data, path: Path) -> Checkpoint:
-    """Open the checkpoint to go on from, and make sure that the run can.
+def open_from(config: RunConfig, data: Data, reference: str, path: Path) -> Checkpoint:
+    """Open the checkpoint to go on from, and make sure that the run can with its data and its reference's fingerprint.
 
     Raises:
         CheckpointError: it is damaged.
         ResumeError: something differs that shapes the result.
     """
     checkpoint = verify(path) if config.checkpoint.verify else open_checkpoint(path)
-    check_same(config, data.fingerprints(), _reference(config), run_state(checkpoint))
+    check_same(config, data.fingerprints(), reference, run_state(checkpoint))
     return checkpoint
 
 
@@ -132,7 +132,8 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     checkpoint = resume_from(config, store)
     chat = load_chat(config)
     data = load_data(config, chat)
-    opened = None if checkpoint is None else open_from(config, data, checkpoint)
+    reference = reference_fingerprint(config)
+    opened = None if checkpoint is None else open_from(config, data, reference, checkpoint)
     engines = build(config)
     if opened is not None:
         engines.learner.load(opened.reader)
@@ -160,7 +161,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
                 console=console,
                 timings=Timings(),
                 fresh=opened is None,
-                reference=_reference(config),
+                reference=reference,
                 step=step,
                 saved_step=-1 if opened is None else step,
                 updates=0 if state is None else state.updates,
@@ -168,10 +169,6 @@ def open_run(config: RunConfig) -> Iterator[Run]:
                 problems_drawn=0 if state is None else state.problems_drawn,
             )
             yield run
-
-
-def _reference(config: RunConfig) -> str:
-    return reference_fingerprint(config, model_folder(config))
 
 
 def _announce(console: RunConsole, config: RunConfig, data: Data, resumed_at: int | None) -> None:

@@ -2,8 +2,9 @@
 
 import torch
 
-from beamline.algorithms.losses.surrogate import limited_exp, log_ratios
+from beamline.algorithms.losses.surrogate import log_ratios
 from beamline.algorithms.losses.terms import TokenLosses, Tokens
+from beamline.algorithms.ratios import limited_exp
 from beamline.config.losses import SapoLoss
 
 

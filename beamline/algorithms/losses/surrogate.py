@@ -8,22 +8,12 @@ import torch
 from torch import Tensor
 
 from beamline.algorithms.losses.terms import TokenLosses, Tokens
-
-# A token with rho > e^20 had a probability below 2e-9 where it was drawn, so it was not drawn there: the two sides
-# disagree, and its gradient, 5e8 times as heavy as that of others, would be noise. It gets none. Without the limit,
-# float32 is infinite from e^89 on. All bounds in the configuration are smaller (1e6 at most). Small ratios need no
-# limit, they end at 0.
-LOG_RATIO_LIMIT = 20.0
+from beamline.algorithms.ratios import LOG_RATIO_LIMIT, limited_exp
 
 
 def log_ratios(tokens: Tokens) -> Tensor:
     """log rho ``[T]``, which carries the gradient of log pi."""
     return tokens.logprobs_T - tokens.anchor_logprobs_T
-
-
-def limited_exp(log_ratio_T: Tensor) -> Tensor:
-    """rho ``[T]``, but e^20 without a gradient where it is more."""
-    return log_ratio_T.clamp(max=LOG_RATIO_LIMIT).exp()
 
 
 def weighted(tokens: Tokens) -> TokenLosses:

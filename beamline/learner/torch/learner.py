@@ -1,6 +1,6 @@
 """The embedded learner: full-parameter training on packed sequences, by the kernels of the sampler or by torch."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -17,8 +17,8 @@ from beamline.algorithms.losses import Tokens, token_losses
 from beamline.checkpoint.shards import ShardReader, ShardWriter
 from beamline.config.kl import KlLoss
 from beamline.config.schema import LearnerConfig, PolicyConfig
-from beamline.learner.learner import Outputs, StepStats
-from beamline.learner.planning import Plan, Planned, evaluated, micro_batches, needs_old, plan, sampler_logprobs
+from beamline.learner.learner import Outputs, StepStats, Weights
+from beamline.learner.planning import Plan, Planned, evaluated, micro_batches, needs_old, plan
 from beamline.learner.torch.optimizer import Optimizer
 from beamline.model.layout import Layout, TensorSlice, WeightKind
 from beamline.policy import attention, head, model, parity
@@ -100,20 +100,12 @@ class TorchLearner:
         self,
         batch: Sequence[Experience],
         outputs: Collection[Literal["logprobs", "entropy", "values"]],
-        weights: Literal["policy", "reference"] = "policy",
+        weights: Weights = "policy",
     ) -> Outputs:
         """Log-probabilities and entropies of every row of the sequences, in their order."""
         if "values" in outputs:
             raise ValueError("forward: the torch learner has no value head; ask for 'logprobs' or 'entropy'")
-        module = self._weights(weights)
-        logprobs: list[Any] = [None] * len(batch)
-        entropies: list[Any] = [None] * len(batch)
-        for cut in self._cut(batch):
-            packed = pack([batch[i] for i in cut])
-            with torch.no_grad():
-                logprob_N, entropy_N = self._evaluate(module, packed, torch.arange(packed.rows))
-            for i, a, b in zip(cut, packed.cu_seqlens_B1[:-1], packed.cu_seqlens_B1[1:], strict=True):
-                logprobs[i], entropies[i] = logprob_N[a:b].numpy(), entropy_N[a:b].numpy()
+        logprobs, entropies = self._passed(batch, weights, lambda packed: np.ones(packed.rows, dtype=bool))
         return Outputs(
             logprobs=logprobs if "logprobs" in outputs else None,
             entropy=entropies if "entropy" in outputs else None,
@@ -193,7 +185,7 @@ class TorchLearner:
             reference_kl=None if kl_T is None else kl_T.detach().numpy(),
         )
 
-    def _weights(self, name: Literal["policy", "reference"]) -> nn.Module:
+    def _weights(self, name: Weights) -> nn.Module:
         if name == "policy":
             return self._module
         if self._reference is None:
@@ -203,20 +195,27 @@ class TorchLearner:
     def _cut(self, batch: Sequence[Experience]) -> list[list[int]]:
         return micro_batches([experience.rows for experience in batch], self._config.micro_batch_tokens)
 
-    def _response_logprobs(
-        self, sequences: Sequence[Experience], weights: Literal["policy", "reference"]
-    ) -> list[Floats]:
+    def _response_logprobs(self, sequences: Sequence[Experience], weights: Weights) -> list[Floats]:
         """Log-probabilities of the response tokens of each sequence."""
-        found: list[Any] = [None] * len(sequences)
+        return self._passed(sequences, weights, lambda packed: packed.loss_mask_N)[0]
+
+    def _passed(
+        self, sequences: Sequence[Experience], weights: Weights, chosen: Callable[[Batch], NDArray[np.bool_]]
+    ) -> tuple[list[Floats], list[Floats]]:
+        """Log-probabilities and entropies of the chosen rows of each sequence, without a gradient."""
+        module = self._weights(weights)
+        logprobs: list[Any] = [None] * len(sequences)
+        entropies: list[Any] = [None] * len(sequences)
         for cut in self._cut(sequences):
             packed = pack([sequences[i] for i in cut])
+            mask_N = chosen(packed)
             with torch.no_grad():
-                rows = torch.from_numpy(packed.loss_mask_N.nonzero()[0])
-                logprobs = self._evaluate(self._weights(weights), packed, rows)[0].numpy()
-            borders = np.cumsum([sequences[i].rollout.response_tokens for i in cut])[:-1]
-            for i, part in zip(cut, np.split(logprobs, borders), strict=True):
-                found[i] = part
-        return found
+                found = self._evaluate(module, packed, torch.from_numpy(mask_N.nonzero()[0]))
+            borders = np.cumsum(np.add.reduceat(mask_N, packed.cu_seqlens_B1[:-1], dtype=np.int64))[:-1]
+            parts = (np.split(tensor.numpy(), borders) for tensor in found)
+            for i, of_logprobs, of_entropies in zip(cut, *parts, strict=True):
+                logprobs[i], entropies[i] = of_logprobs, of_entropies
+        return logprobs, entropies
 
     def _evaluate(self, module: nn.Module, batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the given rows."""
@@ -278,25 +277,23 @@ def _micro_batch(planned: Sequence[Planned], loss: LossConfig) -> _MicroBatch:
     batch = pack([sequence.experience for sequence in planned])
     keep = np.concatenate([sequence.keep_R for sequence in planned])
     kept_B = [int(sequence.keep_R.sum()) for sequence in planned]
+    rows_T = torch.from_numpy(batch.loss_mask_N.nonzero()[0][keep])
 
     def of_tokens(name: str) -> Tensor | None:
         columns = [getattr(sequence, name) for sequence in planned]
         return None if columns[0] is None else torch.from_numpy(np.concatenate(columns)[keep])
-
-    def of_sequences(values: Sequence[float]) -> Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, dtype=np.float32), kept_B))
 
     corrections = of_tokens("correction_R")
     assert corrections is not None
     return _MicroBatch(
         batch=batch,
         planned=planned,
-        rows_T=torch.from_numpy(batch.loss_mask_N.nonzero()[0][keep]),
+        rows_T=rows_T,
         sequence_T=torch.from_numpy(np.repeat(np.arange(len(planned)), kept_B)),
-        advantages_T=of_sequences([sequence.experience.advantage for sequence in planned]),
-        weights_T=of_sequences([sequence.weight for sequence in planned]),
+        advantages_T=torch.from_numpy(batch.advantages_N)[rows_T],
+        weights_T=torch.from_numpy(np.repeat(np.array([p.weight for p in planned], dtype=np.float32), kept_B)),
         corrections_T=corrections.float(),
-        sampler_logprobs_T=torch.from_numpy(np.concatenate([sampler_logprobs(s.experience) for s in planned])[keep]),
+        sampler_logprobs_T=torch.from_numpy(batch.sampler_logprobs_N)[rows_T],
         old_logprobs_T=None if loss.on_policy else of_tokens("old_logprobs_R"),
         reference_logprobs_T=of_tokens("reference_logprobs_R"),
         selected_T=of_tokens("selected_R"),
