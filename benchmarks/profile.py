@@ -18,9 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from beamline.kernels import attention, linear
 from beamline.model.beam import BeamShape
-from beamline.rollout.local.beam import BeamDecoder, forward
+from beamline.rollout.local.beam import BeamDecoder, Numerics, forward
 from beamline.rollout.local.worker import ROWS
-from beamline.runtime.engines import DTYPE
 from beamline.starter import STARTER
 from benchmarks.harness import median_seconds, parser, write
 from benchmarks.learner import LOSS, learner_and_batch
@@ -30,8 +29,10 @@ POSITIONS = (10, 80, 200)
 PLACES, SLOTS = 256, 512
 STAGES = {
     "attention": "_Attention",
-    "experts and router": "_SparseMlp",
-    "dense MLP": "_DenseMlp",
+    "linear layers": "_Linear",
+    "router": "_Route",
+    "SwiGLU": "_Swiglu",
+    "sum of experts": "_Mix",
     "norms and residuals": "_Norm",
     "head": "_Head",
     "optimizer": "Optimizer.step#AdamW.step",
@@ -70,7 +71,7 @@ def _product(rows: int, depth: int, columns: int, rounds: int) -> dict[str, floa
 def _decode(position: int, rounds: int) -> dict[str, float]:
     """Milliseconds of a step, and of its attention (reading and writing the cache)."""
     shape = BeamShape.from_folder(STARTER)
-    decoder = BeamDecoder(shape, DTYPE, 10000.0, PLACES)
+    decoder = BeamDecoder(shape, Numerics(), 10000.0, PLACES)
     for tensor in decoder.tensors.values():
         tensor.normal_(0, 0.1)
     cache, space = decoder.new_cache(SLOTS, PLACES), decoder.new_workspace(ROWS, PLACES)
@@ -83,13 +84,13 @@ def _decode(position: int, rounds: int) -> dict[str, float]:
 
     def step() -> None:
         forward(decoder.weights, traits, space, cache.keys, cache.values, cache.at, cache.places, tokens, positions,
-                slots, routes)  # fmt: skip
+                slots, routes, False)  # fmt: skip
 
     def attend() -> None:
         for layer, (at, places) in enumerate(zip(cache.at, cache.places, strict=True)):
             window = traits.window if traits.sliding[layer] else PLACES
             attention.store(cache.keys, cache.values, at, places, space.k, space.qkvg, v_first, slots, positions,
-                            kv_heads, size)  # fmt: skip
+                            kv_heads, size, False)  # fmt: skip
             attention.attend(space.q, cache.keys, cache.values, at, places, window, slots, positions, kv_heads, group,
                              size, space.scores, space.attended, False)  # fmt: skip
 

@@ -54,12 +54,39 @@ class ChatConfig(Section):
         return arguments
 
 
-class PolicyConfig(Section):
-    """How the trained model is held in memory."""
+class LoraConfig(Section):
+    """Low-rank adapters on linear layers: each adds `alpha / rank * B A x`, and the model itself stays as it is."""
 
+    rank: Annotated[int, Field(ge=0, le=1024, multiple_of=8)] = 0
+    """Rows of A and columns of B; 0 = no adapters, and every weight is trained."""
+    alpha: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """What an adapter adds is multiplied by `alpha / rank`; unset = `rank`."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of each adapter's inputs that an update leaves out, at random. Nothing is left out in sampling."""
+    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    """Which linear layers: all of attention, dense MLPs and experts, or those with these names or ends of names, such
+    as `q_proj`, `self_attn.gate_proj` or `experts.down_proj`. Router, norms, embeddings and head are never adapted."""
+    experts: Literal["per_expert", "shared_per_layer", "none"] = "per_expert"
+    """An adapter for each expert, one for all experts of a layer, or none on experts."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """How A begins: uniform within 1 / sqrt(inputs), or normal with a deviation of 1 / rank. B begins as 0."""
+    adapter_path: Path | None = None
+    """A folder with an adapter in PEFT's format to begin from, instead of a new one."""
+
+
+class PolicyConfig(Section):
+    """How the trained model is held in memory, and evaluated."""
+
+    lora: LoraConfig = LoraConfig()
+    r3: bool = False
+    """Rollout routing replay: the learner sends each token to the experts that the sampler sent it to, and computes
+    their weights itself."""
     parity: bool = True
     """Evaluate the model with the kernels of the local sampler: log-probabilities of the same weights then have the
     same bits in both engines, and the learner is faster. False = the operations of the Hugging Face module."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the model's weights. `bfloat16` is for a model that is frozen under adapters, without `parity`; adapters
+    are float32 in either case."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     head_chunk_rows: Positive = 2048
@@ -185,6 +212,13 @@ class RolloutConfig(Section):
     engine: Literal["local"] = "local"
     """`local`: the embedded sampler, in this process, on compiled kernels. What it draws for a request has the same
     bits whatever else is in the batch."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the sampler computes as. `bfloat16` rounds weights and activations as a model of that type does (emulated in
+    float32), while the learner does not: a mismatch to study."""
+    kv_dtype: Literal["same", "float8_e4m3"] = "same"
+    """How keys and values are cached: as `dtype`, or rounded to 8 bits (scale 1, larger values become 448)."""
+    head_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the logits before soft cap and softmax. `bfloat16` rounds them, as engines do unless told not to."""
     max_prompt_tokens: Positive = 64
     """Longer prompts are left out before training, and counted."""
     max_response_tokens: Positive = 96
@@ -334,9 +368,23 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _pairs_agree(self) -> "RunConfig":
-        if contradictions := [*self._about_sampling(), *self._about_rewards()]:
+        if contradictions := [*self._about_policy(), *self._about_sampling(), *self._about_rewards()]:
             raise ValueError("; ".join(contradictions))
         return self
+
+    def _about_policy(self) -> Iterator[str]:
+        """What the trained model cannot be, or would silently not be."""
+        policy, lora = self.policy, self.policy.lora
+        if lora.rank == 0:
+            for key in sorted(lora.model_fields_set - {"rank"}):
+                if getattr(lora, key) != LoraConfig.model_fields[key].default:
+                    yield f"policy.lora.{key} has no use without adapters: set policy.lora.rank, or leave it out"
+        elif lora.experts == "none" and lora.targets != "all-linear" and all("expert" in t for t in lora.targets):
+            yield f"policy.lora.experts=none leaves nothing of policy.lora.targets={lora.targets}"
+        if policy.dtype == "bfloat16" and lora.rank == 0:
+            yield "policy.dtype=bfloat16 is for a frozen model: small updates would be lost; set policy.lora.rank too"
+        if policy.dtype == "bfloat16" and policy.parity:
+            yield "policy.dtype=bfloat16 needs policy.parity=false: the kernels of parity compute in float32"
 
     def _about_sampling(self) -> Iterator[str]:
         """What cannot be sampled, or not be learned from."""

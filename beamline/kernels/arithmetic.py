@@ -61,6 +61,7 @@ _E5, _E4, _E3, _E2, _E1, _E0 = (
 _T4, _T3, _T2, _T1, _T0 = (
     _f(v) for v in (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 )
+_E4M3_MOST, _E4M3_LEAST = _f(448), _f(2**-6)
 _ZERO, _ONE, _TWO, _LOWEST, _HIGHEST, _NEAR_0 = _f(0), _f(1), _f(2), _f(-87.33), _f(88.37), _f(0.625)
 
 
@@ -176,3 +177,13 @@ def rounded(x: Any, bf16: bool) -> Any:
         return x
     b = bits(x)
     return from_bits(np.int32((b + 0x7FFF + ((b >> 16) & 1)) & -0x10000))
+
+
+@kernel
+def rounded_to_8_bits(x: Any) -> Any:
+    """``x`` to the nearest float8 e4m3 (4 bits of exponent, 3 of mantissa), ties to even; over 448 it becomes 448."""
+    size = min(abs(x), _E4M3_MOST)
+    exponent = bits(max(size, _E4M3_LEAST)) & 0x7F800000  # below the least normal number they lie as far apart as above
+    step = from_bits(np.int32(exponent - (3 << 23)))
+    nearest = np.float32(np.rint(size / step)) * step
+    return x if x != x else (-nearest if x < _ZERO else nearest)

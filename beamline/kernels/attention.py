@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from beamline.kernels.arithmetic import rounded, total
+from beamline.kernels.arithmetic import rounded, rounded_to_8_bits, total
 from beamline.kernels.compiled import kernel
 from beamline.kernels.linear import product
 from beamline.kernels.rows import exponentials
@@ -32,7 +32,7 @@ def key_at(place: int, size: int) -> int:
 @kernel
 def store(
     keys: Any, values: Any, at: int, places: int, k: Any, qkvg: Any, v_first: int, slots: Any, positions: Any,
-    kv_heads: int, size: int,
+    kv_heads: int, size: int, in_8_bits: bool,
 ) -> None:  # fmt: skip
     """Write keys ``k [rows, KV * d]`` and values (columns ``v_first...`` of ``qkvg``) to their slots and places."""
     for i in range(len(k)):
@@ -42,8 +42,9 @@ def store(
             key = base + key_at(place, size)
             value = base + place * size
             for j in range(size):
-                keys[key + j * BLOCK] = k[i, head * size + j]
-                values[value + j] = qkvg[i, v_first + head * size + j]
+                of_key, of_value = k[i, head * size + j], qkvg[i, v_first + head * size + j]
+                keys[key + j * BLOCK] = rounded_to_8_bits(of_key) if in_8_bits else of_key
+                values[value + j] = rounded_to_8_bits(of_value) if in_8_bits else of_value
 
 
 @kernel

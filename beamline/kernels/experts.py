@@ -1,4 +1,4 @@
-"""Routing, and the products of each expert with the rows that chose it."""
+"""Routing: which experts a row goes to, and the sum of what they make of it."""
 
 from typing import Any
 
@@ -6,27 +6,38 @@ import numpy as np
 
 from beamline.kernels.arithmetic import rounded, sigmoid
 from beamline.kernels.compiled import kernel
-from beamline.kernels.linear import product
-from beamline.kernels.rows import round_rows, swiglu
 
 _LOWEST = np.float32(-np.inf)
 
 
 @kernel
-def choose(
-    scores: Any, bias: Any, groups: int, best_groups: int, normalize: bool, chosen: Any, weights: Any,
+def route(
+    scores: Any, bias: Any, groups: int, best_groups: int, normalize: bool, replayed: bool, chosen: Any, weights: Any,
 ) -> None:  # fmt: skip
     """Beam's router on logits ``scores [rows, E]``, which become sigmoids: experts ``[rows, K]`` and their weights.
 
+    Weights are scores without bias, over their sum. With ``replayed`` the experts are given, else they are chosen.
+    """
+    for i in range(len(scores)):
+        for e in range(scores.shape[1]):
+            scores[i, e] = sigmoid(scores[i, e])
+    if not replayed:
+        choose(scores, bias, groups, best_groups, chosen)
+    weigh(scores, chosen, normalize, weights)
+
+
+@kernel
+def choose(scores: Any, bias: Any, groups: int, best_groups: int, chosen: Any) -> None:
+    """The experts ``[rows, K]`` that Beam's router chooses by their scores ``[rows, E]``.
+
     A group of experts is judged by the sum of its 2 best choices (score + bias); the best groups stay, and of their
-    experts the K best, best first. Of equal ones the first wins. Weights are scores without bias, over their sum.
+    experts the K best, best first. Of equal ones the first wins.
     """
     E, K = scores.shape[1], chosen.shape[1]
     size = E // groups
     choice, by_group = np.empty(E, np.float32), np.empty(groups, np.float32)
     for i in range(len(scores)):
         for e in range(E):
-            scores[i, e] = sigmoid(scores[i, e])
             choice[e] = scores[i, e] + bias[e]
         for g in range(groups):
             best, second = _LOWEST, _LOWEST
@@ -50,7 +61,6 @@ def choose(
                     best_expert = e
             chosen[i, k] = best_expert
             choice[best_expert] = _LOWEST
-    weigh(scores, chosen, normalize, weights)
 
 
 @kernel
@@ -82,37 +92,6 @@ def sort_by_expert(chosen: Any, ends: Any, order: Any) -> None:
             e = chosen[i, k]
             order[ends[e]] = i * K + k
             ends[e] += 1
-
-
-@kernel
-def expert_products(
-    x: Any, choices: int, gate_up: Any, gate_up_at: int, down: Any, down_at: int, ends: Any, order: Any,
-    rows: Any, wide: Any, inner: Any, outer: Any, first: int, last: int, bf16: bool,
-) -> None:  # fmt: skip
-    """SwiGLU of each chosen expert: ``outer[p] = expert(x[order[p] // choices])`` for the sorted choices first..last.
-
-    Weights are ``gate_up [E, D, 2 I]`` and ``down [E, I, D]`` from the given offsets. ``wide`` and ``inner``, with a
-    row for each choice, are what lies between. ``rows`` is scratch, as many rows as choices are asked for.
-    """
-    D, I = x.shape[1], inner.shape[1]  # noqa: E741
-    begin = first
-    for e in range(len(ends)):
-        end = min(ends[e], last)
-        if end > begin:
-            for p in range(begin, end):
-                source, target = x[order[p] // choices], rows[p - first]
-                for j in range(D):
-                    target[j] = source[j]
-            count = end - begin
-            w = gate_up_at + e * D * 2 * I
-            product(rows.reshape(-1), (begin - first) * D, D, gate_up, w, 2 * I, wide.reshape(-1), begin * 2 * I, 2 * I,
-                    count, 2 * I, D, False)  # fmt: skip
-            round_rows(wide[begin:end], bf16)
-            swiglu(wide[begin:end], inner[begin:end], bf16)
-            product(inner.reshape(-1), begin * I, I, down, down_at + e * I * D, D, outer.reshape(-1), begin * D, D,
-                    count, D, I, False)  # fmt: skip
-            round_rows(outer[begin:end], bf16)
-            begin = end
 
 
 @kernel

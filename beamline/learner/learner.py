@@ -122,14 +122,22 @@ class Learner(Protocol[Prepared]):
                 After either, weights and optimizer are unchanged.
         """
 
+    @property
+    def kind(self) -> WeightKind:
+        """What is trained, saved, and sent after every step: the model's weights, or an adapter."""
+
     def layout(self, kind: WeightKind) -> Layout:
-        """Which rank of the engine holds which slice."""
+        """Which rank of the engine holds which slice.
+
+        Raises:
+            ValueError: there is nothing of that kind.
+        """
 
     def send(self, plan: TransferPlan) -> None:
         """Hand over this engine's slices; runs together with the sampler's ``receive``."""
 
     def save(self, writer: ShardWriter) -> None:
-        """Write weights and optimizer state as slices under Hugging Face names.
+        """Write what is trained and its optimizer state as slices under Hugging Face names.
 
         Raises:
             FloatingPointError: a weight is not finite; nothing was written.

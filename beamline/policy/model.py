@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from beamline.checkpoint import CheckpointError, ShardReader
 from beamline.model.beam import BeamShape, ModelError, tensors
 from beamline.model.layout import DType, TensorSlice
 from beamline.policy import attention
+from beamline.policy.lora import Adapters
 from beamline.policy.weights import DTYPE_NAMES, TORCH_DTYPES, named_tensors
 
 _INDEX = "model.safetensors.index.json"
@@ -55,7 +58,7 @@ def load(folder: Path, dtype: DType) -> nn.Module:
 
 
 def restore(module: nn.Module, reader: ShardReader) -> None:
-    """Fill a module with the weights of a checkpoint, whatever layout saved it.
+    """Fill a model, or its adapters, with the weights of a checkpoint, whatever layout saved it.
 
     Raises:
         CheckpointError: a tensor is missing, misshapen, of another type or not finite.
@@ -89,8 +92,19 @@ def save(module: nn.Module, folder: Path, dtype: DType) -> None:
     (folder / "config.json").write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
 
 
-def hidden_states(module: nn.Module, input_ids_N: Tensor, position_ids_N: Tensor, packing: attention.Packing) -> Tensor:
-    """Last hidden states ``[N, D]`` (after the final norm) of packed sequences."""
+def hidden_states(
+    module: nn.Module,
+    input_ids_N: Tensor,
+    position_ids_N: Tensor,
+    packing: attention.Packing,
+    adapters: Adapters | None = None,
+    routes_NLK: NDArray[np.unsignedinteger] | None = None,
+) -> Tensor:
+    """Last hidden states ``[N, D]`` (after the final norm) of packed sequences.
+
+    With ``adapters`` they are those of the module with adapters on it. ``routes_NLK`` are the experts that each row
+    goes to in each MoE layer, in place of those that the routers would choose.
+    """
     output = cast(Any, module).model(
         input_ids=input_ids_N[None],
         position_ids=position_ids_N[None],

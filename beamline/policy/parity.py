@@ -20,15 +20,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from beamline.kernels import attention as attention_kernels
-from beamline.kernels import experts, gradients, linear, rows, vocabulary
+from beamline.kernels import experts, gradients, layers, linear, rows, vocabulary
 from beamline.kernels.parallel import over_items, over_rows
 from beamline.policy.attention import Packing
 from beamline.policy.head import aligned
+from beamline.policy.lora import Adapter, Adapters
 from beamline.policy.positions import Floats, position_tables, rope_theta
 from beamline.records import Support
 
 T = TypeVar("T")
 
+_NOWHERE = np.empty(0, np.int64)
 _ROWS = 512  # of a chunk: enough work for a call, and activations that stay in a core's cache
 
 
@@ -74,17 +76,33 @@ def check(module: nn.Module) -> None:
             )
 
 
-def hidden_states(module: nn.Module, input_ids_N: Tensor, position_ids_N: Tensor, packing: Packing) -> Tensor:
+def hidden_states(
+    module: nn.Module,
+    input_ids_N: Tensor,
+    position_ids_N: Tensor,
+    packing: Packing,
+    adapters: Adapters | None = None,
+    routes_NLK: NDArray[np.unsignedinteger] | None = None,
+) -> Tensor:
     """Last hidden states ``[N, D]`` (after the final norm) of packed sequences; see :func:`model.hidden_states`."""
     config, model = cast(Any, module).config, cast(Any, module).model
     tables = _tables(config.head_dim, rope_theta(config), int(position_ids_N.max()) + 1)
     packed = Packed(position_ids_N.numpy(), tuple(pairwise(packing.borders)), tables)
-    h = F.embedding(input_ids_N, model.embed_tokens.weight)
-    for layer, kind in zip(model.layers, config.layer_types, strict=True):
-        run = partial(_layer, layer, config, kind == "sliding_attention", packed)
+    h, moe_layers = F.embedding(input_ids_N, model.embed_tokens.weight), 0
+    for index, (layer, kind) in enumerate(zip(model.layers, config.layer_types, strict=True)):
+        routes_NK = None
+        if hasattr(layer.mlp, "experts"):
+            routes_NK = None if routes_NLK is None else routes_NLK[:, moe_layers]
+            moe_layers += 1
+        adapter = partial(_adapter, adapters, f"model.layers.{index}")
+        run = partial(_layer, layer, config, kind == "sliding_attention", packed, adapter, routes_NK)
         recompute = layer.gradient_checkpointing and layer.training
         h = checkpoint(run, h, use_reentrant=False) if recompute else run(h)
     return _norm(h, model.norm)
+
+
+def _adapter(adapters: Adapters | None, layer: str, part: str, projection: str) -> Adapter | None:
+    return None if adapters is None else adapters.at(f"{layer}.{part}", projection)
 
 
 def head_logprobs(
@@ -106,21 +124,41 @@ def _tables(head_dim: int, theta: float, positions: int) -> tuple[Floats, Floats
     return position_tables(head_dim, theta, positions)
 
 
-def _layer(layer: Any, config: Any, sliding: bool, packed: Packed, h: Tensor) -> Tensor:
+def _layer(
+    layer: Any, config: Any, sliding: bool, packed: Packed, adapter: Callable[[str, str], Adapter | None],
+    routes_NK: NDArray[np.unsignedinteger] | None, h: Tensor,
+) -> Tensor:  # fmt: skip
     attention, mlp = layer.self_attn, layer.mlp
     x = _norm(h, layer.input_layernorm)
-    qkvg = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight,
-                      attention.gate_proj.weight])  # fmt: skip
-    a = _apply(_Attention, x, qkvg, attention.q_norm.weight, attention.k_norm.weight, attention.gate_bias,
-               attention.o_proj.weight, config, sliding, packed)  # fmt: skip
+    weights = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight, attention.gate_proj.weight)
+    qkvg = _linear(x, torch.cat(weights), adapter("self_attn", "q_proj"))
+    gated = _apply(_Attention, qkvg, attention.q_norm.weight, attention.k_norm.weight, attention.gate_bias, config,
+                   sliding, packed)  # fmt: skip
+    a = _linear(gated, attention.o_proj.weight, adapter("self_attn", "o_proj"))
     h = _normed_residual(a, layer.post_attention_layernorm, h, layer.attn_residual_add_idx)
     x = _norm(h, layer.pre_feedforward_layernorm)
     if hasattr(mlp, "experts"):
-        y = _apply(_SparseMlp, x, mlp.gate.weight, mlp.gate.e_score_correction_bias, mlp.experts.gate_up_proj,
-                   mlp.experts.down_proj, config)  # fmt: skip
+        y = _sparse_mlp(x, mlp, config, partial(adapter, "mlp.experts"), routes_NK)
     else:
-        y = _apply(_DenseMlp, x, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]), mlp.down_proj.weight)
+        wide = _linear(x, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]), adapter("mlp", "gate_proj"))
+        y = _linear(_apply(_Swiglu, wide), mlp.down_proj.weight, adapter("mlp", "down_proj"))
     return _normed_residual(y, layer.post_feedforward_layernorm, h, layer.mlp_residual_add_idx)
+
+
+def _sparse_mlp(
+    x: Tensor, mlp: Any, config: Any, adapter: Callable[[str], Adapter | None],
+    routes_NK: NDArray[np.unsignedinteger] | None,
+) -> Tensor:  # fmt: skip
+    """Router, the chosen experts, and their weighted sum."""
+    weights, chosen = _apply(_Route, x, mlp.gate.weight, mlp.gate.e_score_correction_bias, config, routes_NK)
+    ends, order = np.empty(len(mlp.gate.weight), np.int64), np.empty(chosen.numel(), np.int64)
+    experts.sort_by_expert(chosen.numpy(), ends, order)
+    place = np.empty_like(order)
+    experts.invert(order, place)
+    K = chosen.shape[1]
+    wide = _linear(x, mlp.experts.gate_up_proj, adapter("gate_proj"), _Groups(ends, order, place, K))
+    outer = _linear(_apply(_Swiglu, wide), mlp.experts.down_proj, adapter("down_proj"), _Groups(ends))
+    return cast(Tensor, _apply(_Mix, outer, weights, order, place, float(config.routed_scaling_factor)))
 
 
 def _apply(function: Any, *arguments: Any) -> Any:
@@ -202,52 +240,129 @@ class _NormedResidual(torch.autograd.Function):
         return dx, dweight, None, dy * ((ctx.n - 1) / ctx.n) ** 0.5, None
 
 
-class _Attention(torch.autograd.Function):
-    """From the normed input ``[N, D]`` to the output projection: heads, attention, gate."""
+class _Groups(NamedTuple):
+    """The rows of a linear layer: group g ends before row ``ends[g]``.
+
+    Row p is made from input ``order[p] // choices``, and the rows of input i stand at ``place[i * choices:]``; where
+    ``order`` is empty, from input p.
+    """
+
+    ends: NDArray[np.int64]
+    order: NDArray[np.int64] = _NOWHERE
+    place: NDArray[np.int64] = _NOWHERE
+    choices: int = 1
+
+
+def _linear(x: Tensor, weight: Tensor, adapter: Adapter | None, groups: _Groups | None = None) -> Tensor:
+    """A linear layer with its adapter: one weight ``[out, in]``, or ``[groups, out, in]``."""
+    if groups is None:
+        weight, groups = weight[None], _Groups(np.full(1, len(x)))
+    a, b, scale = (None, None, 1.0) if adapter is None else (adapter.a, adapter.b, adapter.scale)
+    return cast(Tensor, _apply(_Linear, x, weight, a, b, scale, groups))
+
+
+class _Linear(torch.autograd.Function):
+    """``y = x W^T + scale (x A^T) B^T`` for each group of rows; only gradients that are asked for are computed."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, qkvg_weight: Tensor, q_norm: Tensor, k_norm: Tensor, gate_bias: Tensor,
-        o_weight: Tensor, config: Any, sliding: bool, packed: Packed,
-    ) -> Tensor:  # fmt: skip
-        N, eps, heads = len(x), config.rms_norm_eps, _heads(config)
-        source, qw, kw, bias = _array(x), _array(q_norm), _array(k_norm), _array(gate_bias)
-        w, o = _array(qkvg_weight.T), _array(o_weight.T)
-        qkvg, q, k, attended, gated = (
-            _new(N, n) for n in (w.shape[1], heads.q_width, heads.kv_width, heads.q_width, heads.q_width)
-        )
-        out, positions = _new(N, o.shape[1]), packed.positions_N
+        ctx: Any, x: Tensor, weight: Tensor, a: Tensor | None, b: Tensor | None, scale: float, groups: _Groups
+    ) -> Tensor:
+        ends, order, _, choices = groups
+        source, w, rows, depth = _array(x), _array(weight.transpose(1, 2)).reshape(-1), int(ends[-1]), x.shape[1]
+        at, bt, sets = np.empty(0, np.float32), np.empty(0, np.float32), 1
+        out, z = _new(rows, weight.shape[1]), _new(rows, 0 if a is None else a.shape[1])
+        if a is not None and b is not None:
+            at, bt, sets = _array(a.transpose(1, 2)).reshape(-1), _array(b.transpose(1, 2)).reshape(-1), len(a)
 
-        def project(a: int, b: int) -> None:
-            linear.multiply(source[a:b], w, qkvg[a:b])
+        def work(first: int, last: int) -> None:
+            scratch = _new(last - first if len(order) else 0, depth)
+            layers.grouped_linear(source, order, choices, w, 0, ends, at, 0, bt, 0, sets, np.float32(scale), out, z,
+                                  scratch, first, last, False)  # fmt: skip
+
+        _over_rows(rows, work, 2 * _ROWS if len(ends) > 1 else _ROWS)
+        ctx.save_for_backward(x, weight, a, b, torch.from_numpy(z))
+        ctx.scale, ctx.groups = scale, groups
+        return torch.from_numpy(out)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b, z = ctx.saved_tensors
+        groups: _Groups = ctx.groups
+        to_x, to_weight, *_ = ctx.needs_input_grad
+        dweight = da = db = dz = dx = None
+        if a is not None:
+            dz = _times(dy, b, groups.ends) * ctx.scale
+            db = _outer(dy, z, groups.ends, len(b))
+        if to_weight or a is not None:
+            of_rows = x.index_select(0, torch.from_numpy(groups.order) // groups.choices) if len(groups.order) else x
+            dweight = _outer(dy, of_rows, groups.ends, len(weight)) if to_weight else None
+            da = None if dz is None else _outer(dz, of_rows, groups.ends, len(a))
+        if to_x:
+            dx = _times(dy, weight, groups.ends)
+            dx = dx if dz is None else dx.add_(_times(dz, a, groups.ends))
+            dx = _gathered(dx, groups, len(x)) if len(groups.order) else dx
+        return dx, dweight, da, db, None, None
+
+
+def _times(rows: Tensor, matrices: Tensor, ends: NDArray[np.int64]) -> Tensor:
+    """``rows @ matrices[g]`` for each group of rows, or with the one matrix that there is."""
+    if len(matrices) == 1:
+        return rows @ matrices[0]
+    return F.grouped_mm(rows, matrices, offs=torch.from_numpy(ends.astype(np.int32)))
+
+
+def _outer(left: Tensor, right: Tensor, ends: NDArray[np.int64], matrices: int) -> Tensor:
+    """``left^T @ right`` over the rows of each group ``[groups, L, R]``, or over all for one matrix."""
+    if matrices == 1:
+        return (left.T @ right)[None]
+    return F.grouped_mm(left.T, right, offs=torch.from_numpy(ends.astype(np.int32)))
+
+
+def _gathered(drows: Tensor, groups: _Groups, inputs: int) -> Tensor:
+    """The sum over the rows that were made from each input."""
+    given, dx, K = _array(drows), _new(inputs, drows.shape[1]), groups.choices
+    _over_rows(inputs, lambda a, b: gradients.gather_rows(given, groups.place[a * K : b * K], K, dx[a:b]))
+    return torch.from_numpy(dx)
+
+
+class _Attention(torch.autograd.Function):
+    """From projections ``[q | k | v | gate]`` to what goes into the output projection: heads, attention, gate."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, projected: Tensor, q_norm: Tensor, k_norm: Tensor, gate_bias: Tensor, config: Any, sliding: bool,
+        packed: Packed,
+    ) -> Tensor:  # fmt: skip
+        N, eps, heads, positions = len(projected), config.rms_norm_eps, _heads(config), packed.positions_N
+        qkvg, qw, kw, bias = (_array(tensor) for tensor in (projected, q_norm, k_norm, gate_bias))
+        q, k, attended, gated = (_new(N, n) for n in (heads.q_width, heads.kv_width, heads.q_width, heads.q_width))
+
+        def turn(a: int, b: int) -> None:
             for first, count, weight, query, turned in (
                 (0, heads.heads, qw, True, q), (heads.q_width, heads.kv_heads, kw, False, k),
             ):  # fmt: skip
                 rows.turn_heads(qkvg[a:b], first, count, weight, eps, positions[a:b], *packed.tables, sliding, query,
                                 turned[a:b], False)  # fmt: skip
 
-        def close(a: int, b: int) -> None:
-            rows.open_gate(attended[a:b], qkvg[a:b], heads.gate_first, bias, gated[a:b], False)
-            linear.multiply(gated[a:b], o, out[a:b])
-
-        _over_rows(N, project)
+        _over_rows(N, turn)
         window = _window(config, sliding, packed)
         _attend(q, k, qkvg, attended, packed, window, heads)
-        _over_rows(N, close)
-        ctx.save_for_backward(x, qkvg_weight, q_norm, k_norm, gate_bias, o_weight,
-                              *map(torch.from_numpy, (qkvg, q, k, attended, gated)))  # fmt: skip
+        _over_rows(N, lambda a, b: rows.open_gate(attended[a:b], qkvg[a:b], heads.gate_first, bias, gated[a:b], False))
+        held = map(torch.from_numpy, (qkvg, q, k, attended))
+        ctx.save_for_backward(q_norm, k_norm, gate_bias, *held)
         ctx.config, ctx.sliding, ctx.packed, ctx.window = config, sliding, packed, window
-        return torch.from_numpy(out)
+        return torch.from_numpy(gated)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, qkvg_weight, q_norm, k_norm, gate_bias, o_weight, *held = ctx.saved_tensors
-        qkvg, q, k, attended, gated = (tensor.numpy() for tensor in held)
+        q_norm, k_norm, gate_bias, *held = ctx.saved_tensors
+        qkvg, q, k, attended = (tensor.numpy() for tensor in held)
         config, sliding, window = ctx.config, ctx.sliding, ctx.window
         packed: Packed = ctx.packed
         heads, eps, positions = _heads(config), config.rms_norm_eps, packed.positions_N
         qw, kw, bias = _array(q_norm), _array(k_norm), _array(gate_bias)
-        dgated, dqkvg, dattended = _array(dy @ o_weight), _new(*qkvg.shape), _new(*attended.shape)
+        dgated, dqkvg, dattended = _array(dy), _new(*qkvg.shape), _new(*attended.shape)
 
         def reopen(a: int, b: int) -> Floats:
             dbias = np.zeros_like(bias)
@@ -276,9 +391,7 @@ class _Attention(torch.autograd.Function):
             return dqw, dkw
 
         dqw, dkw = zip(*_over_rows(len(dy), turn_back), strict=True)
-        d = torch.from_numpy(dqkvg)
-        weights = d.T @ x, _sum(list(dqw)), _sum(list(dkw)), dbias, dy.T @ torch.from_numpy(gated)
-        return d @ qkvg_weight, *weights, None, None, None
+        return torch.from_numpy(dqkvg), _sum(list(dqw)), _sum(list(dkw)), dbias, None, None, None
 
 
 def _window(config: Any, sliding: bool, packed: Packed) -> int:
@@ -297,104 +410,98 @@ def _attend(q: Floats, k: Floats, qkvg: Floats, out: Floats, packed: Packed, win
         scores = _new(2 * heads.group * places)
         slots, positions = np.zeros(b - a, np.int64), packed.positions_N[a:b]
         attention_kernels.store(keys, values, 0, places, k[a:b], qkvg[a:b], heads.v_first, slots, positions,
-                                kv_heads, size)  # fmt: skip
+                                kv_heads, size, False)  # fmt: skip
         attention_kernels.attend(q[a:b], keys, values, 0, places, window, slots, positions, kv_heads, heads.group, size,
                                  scores, out[a:b], False)  # fmt: skip
 
     over_items(packed.spans, torch.get_num_threads(), work)
 
 
-class _DenseMlp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        source, w, d = _array(x), _array(gate_up.T), _array(down.T)
-        wide, inner, out = _new(len(x), w.shape[1]), _new(len(x), len(d)), _new(len(x), d.shape[1])
-
-        def work(a: int, b: int) -> None:
-            linear.multiply(source[a:b], w, wide[a:b])
-            rows.swiglu(wide[a:b], inner[a:b], False)
-            linear.multiply(inner[a:b], d, out[a:b])
-
-        _over_rows(len(x), work)
-        ctx.save_for_backward(x, gate_up, down, torch.from_numpy(wide), torch.from_numpy(inner))
-        return torch.from_numpy(out)
+class _Swiglu(torch.autograd.Function):
+    """``silu(gate) * up`` of rows ``[gate | up]``."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        x, gate_up, down, wide, inner = ctx.saved_tensors
-        dwide = _swiglu_gradient(wide.numpy(), _array(dy @ down))
-        return dwide @ gate_up, dwide.T @ x, dy.T @ inner
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        wide, inner = _array(gate_up), _new(len(gate_up), gate_up.shape[1] // 2)
+        _over_rows(len(wide), lambda a, b: rows.swiglu(wide[a:b], inner[a:b], False))
+        ctx.save_for_backward(gate_up)
+        return torch.from_numpy(inner)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        wide, given, dwide = _array(gate_up), _array(dy), _new(*gate_up.shape)
+        _over_rows(len(wide), lambda a, b: gradients.swiglu_gradient(wide[a:b], given[a:b], dwide[a:b]))
+        return torch.from_numpy(dwide)
 
 
-def _swiglu_gradient(wide: Floats, dinner: Floats) -> Tensor:
-    dwide = _new(*wide.shape)
-    _over_rows(len(wide), lambda a, b: gradients.swiglu_gradient(wide[a:b], dinner[a:b], dwide[a:b]))
-    return torch.from_numpy(dwide)
-
-
-class _SparseMlp(torch.autograd.Function):
-    """Router, the chosen experts, and their weighted sum."""
+class _Route(torch.autograd.Function):
+    """Each row's experts and their weights, both ``[N, K]``; the experts are chosen, or given as ``routes_NK``."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, router: Tensor, router_bias: Tensor, gate_up: Tensor, down: Tensor, config: Any
-    ) -> Tensor:
-        N, D = x.shape
-        E, K, I = len(router), config.num_experts_per_tok, down.shape[2]  # noqa: E741
+        ctx: Any, x: Tensor, router: Tensor, router_bias: Tensor, config: Any,
+        routes_NK: NDArray[np.unsignedinteger] | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        (N, E), K = (len(x), len(router)), config.num_experts_per_tok
         source, r, bias = _array(x), _array(router.T), _array(router_bias)
-        scores, weights, chosen = _new(N, E), _new(N, K), np.empty((N, K), np.int64)
-        ends, order, place = np.empty(E, np.int64), np.empty(N * K, np.int64), np.empty(N * K, np.int64)
+        scores, weights = _new(N, E), _new(N, K)
+        chosen = np.empty((N, K), np.int64) if routes_NK is None else routes_NK.astype(np.int64)
 
-        def route(a: int, b: int) -> None:
+        def work(a: int, b: int) -> None:
             linear.multiply(source[a:b], r, scores[a:b])
-            experts.choose(scores[a:b], bias, config.n_group, config.topk_group, config.norm_topk_prob, chosen[a:b],
-                           weights[a:b])  # fmt: skip
+            experts.route(scores[a:b], bias, config.n_group, config.topk_group, config.norm_topk_prob,
+                          routes_NK is not None, chosen[a:b], weights[a:b])  # fmt: skip
 
-        _over_rows(N, route)
-        experts.sort_by_expert(chosen, ends, order)
-        experts.invert(order, place)
-        w, d = _array(gate_up.transpose(1, 2)).reshape(-1), _array(down.transpose(1, 2)).reshape(-1)
-        wide, inner, outer, out = _new(N * K, 2 * I), _new(N * K, I), _new(N * K, D), _new(N, D)
+        _over_rows(N, work)
+        held = map(torch.from_numpy, (scores, chosen, weights))
+        ctx.save_for_backward(x, router, *held)
+        ctx.normalize = config.norm_topk_prob
+        experts_NK = torch.from_numpy(chosen)
+        ctx.mark_non_differentiable(experts_NK)
+        return torch.from_numpy(weights), experts_NK
 
-        def multiply(a: int, b: int) -> None:
-            experts.expert_products(source, K, w, 0, d, 0, ends, order, _new(b - a, D), wide, inner, outer, a, b, False)
+    @staticmethod
+    def backward(ctx: Any, dweights: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, router, *held = ctx.saved_tensors
+        scores, chosen, weights = (tensor.numpy() for tensor in held)
+        given, dlogits = _array(dweights), _new(*scores.shape)
 
-        _over_rows(N * K, multiply, 2 * _ROWS)
-        factor = float(config.routed_scaling_factor)
+        def work(a: int, b: int) -> None:
+            gradients.weigh_gradient(scores[a:b], chosen[a:b], weights[a:b], ctx.normalize, given[a:b], dlogits[a:b])
+
+        _over_rows(len(scores), work)
+        d, (to_x, to_router, *_) = torch.from_numpy(dlogits), ctx.needs_input_grad
+        return d @ router if to_x else None, d.T @ x if to_router else None, None, None, None
+
+
+class _Mix(torch.autograd.Function):
+    """``factor * sum_k weights[i, k] * outer[place of (i, k)]``: what its experts made of each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, outer: Tensor, weights: Tensor, order: NDArray[np.int64], place: NDArray[np.int64], factor: float
+    ) -> Tensor:
+        parts, shares, K = _array(outer), _array(weights), weights.shape[1]
+        out = _new(len(weights), outer.shape[1])
         _over_rows(
-            N, lambda a, b: experts.gather_experts(outer, place[a * K : b * K], weights[a:b], factor, out[a:b], False)
+            len(out),
+            lambda a, b: experts.gather_experts(parts, place[a * K : b * K], shares[a:b], factor, out[a:b], False),
         )
-        held = scores, chosen, weights, ends, order, place, wide, inner, outer
-        ctx.save_for_backward(x, router, gate_up, down, *map(torch.from_numpy, held))
-        ctx.config = config
+        ctx.save_for_backward(outer, weights)
+        ctx.order, ctx.factor = order, factor
         return torch.from_numpy(out)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, router, gate_up, down, *held = ctx.saved_tensors
-        scores, chosen, weights, ends, order, place, wide, inner, outer = (tensor.numpy() for tensor in held)
-        (N, D), K, factor = x.shape, chosen.shape[1], float(ctx.config.routed_scaling_factor)
-        given, douter, dweights = _array(dy), _new(N * K, D), _new(N, K)
-        _over_rows(
-            N * K,
-            lambda a, b: gradients.spread_to_experts(given, order, weights, factor, outer, douter, dweights, a, b),
-            2 * _ROWS,
-        )
-        offsets, d = torch.from_numpy(ends.astype(np.int32)), torch.from_numpy(douter)
-        dwide = _swiglu_gradient(wide, _array(F.grouped_mm(d, down, offs=offsets)))
-        drows, dx, dlogits = _array(F.grouped_mm(dwide, gate_up, offs=offsets)), _new(N, D), _new(*scores.shape)
-        normalize = ctx.config.norm_topk_prob
+        parts, shares = (_array(tensor) for tensor in ctx.saved_tensors)
+        given, douter, dweights = _array(dy), _new(*parts.shape), _new(*shares.shape)
 
-        def gather(a: int, b: int) -> None:
-            gradients.gather_rows(drows, place[a * K : b * K], K, dx[a:b])
-            gradients.weigh_gradient(scores[a:b], chosen[a:b], weights[a:b], normalize, dweights[a:b], dlogits[a:b])
+        def work(a: int, b: int) -> None:
+            gradients.spread_to_experts(given, ctx.order, shares, ctx.factor, parts, douter, dweights, a, b)
 
-        _over_rows(N, gather)
-        rows_of_choices = x.index_select(0, torch.from_numpy(order) // K)
-        dgate_up = F.grouped_mm(dwide.T, rows_of_choices, offs=offsets)
-        ddown = F.grouped_mm(d.T, torch.from_numpy(inner), offs=offsets)
-        to_router = torch.from_numpy(dlogits)
-        return torch.from_numpy(dx).addmm_(to_router, router), to_router.T @ x, None, dgate_up, ddown, None
+        _over_rows(len(parts), work, 2 * _ROWS)
+        return torch.from_numpy(douter), torch.from_numpy(dweights), None, None, None
 
 
 class _Head(torch.autograd.Function):

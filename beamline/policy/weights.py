@@ -4,13 +4,14 @@ In memory the module stacks experts (``experts.gate_up_proj [E, 2 I, D]``); the 
 optimizer's files name each expert's matrices. Nothing is copied to go from one to the other.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from beamline.model.layout import DType, Layout, TensorSlice
+from beamline.policy.lora import Adapters
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,
@@ -19,6 +20,9 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     "uint8": torch.uint8,
 }
 DTYPE_NAMES = {value: name for name, value in TORCH_DTYPES.items()}
+
+Split = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
+"""Views of an in-memory tensor under the names of what is stored of it."""
 
 
 def split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -36,14 +40,19 @@ def split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
 
 
+def split_of(module: nn.Module) -> Split:
+    """How tensors shaped like those of a model, or of its adapters, are cut into what is stored by name."""
+    return module.split if isinstance(module, Adapters) else split_experts
+
+
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Every stored tensor of the module (parameters and persistent buffers) under its checkpoint name, detached."""
-    state = cast(dict[str, Tensor], module.state_dict(keep_vars=False))
-    return {part: view for name, tensor in state.items() for part, view in split_experts(name, tensor)}
+    """Every stored tensor of a model or of its adapters (parameters and buffers) under its name, detached."""
+    state, split = cast(dict[str, Tensor], module.state_dict(keep_vars=False)), split_of(module)
+    return {part: view for name, tensor in state.items() for part, view in split(name, tensor)}
 
 
 def module_layout(module: nn.Module) -> Layout:
-    """The layout of a module that one rank holds whole."""
+    """The layout of a model, or of its adapters, that one rank holds whole."""
     tensors = named_tensors(module)
     return Layout((tuple(TensorSlice.whole(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items()),))
 

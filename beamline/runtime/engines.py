@@ -11,17 +11,19 @@ from beamline.config.schema import RunConfig
 from beamline.learner.learner import Learner
 from beamline.learner.torch import TorchLearner
 from beamline.model.beam import BeamShape, ModelError
-from beamline.model.layout import DType
-from beamline.policy import model
+from beamline.model.layout import DType, WeightKind
+from beamline.model.lora import sites
+from beamline.policy import model, peft
+from beamline.policy.lora import Adapters, lora_shape
 from beamline.policy.positions import rope_theta
 from beamline.policy.weights import module_layout, named_tensors
-from beamline.rollout.local import LocalSampler
+from beamline.rollout.local import LocalSampler, Numerics
 from beamline.rollout.sampler import Sampler
 from beamline.starter import STARTERS
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import TransferPlan, plan
 
-DTYPE: DType = "float32"  # of the embedded engines: AdamW needs it, and at their sizes a CPU is fastest in it
+DTYPE: DType = "float32"  # of exported weights: exactly those that were trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,33 @@ def check_model(config: RunConfig) -> BeamShape:
             f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and the longest response add up to "
             f"{positions(config)} tokens, but the context of {config.model.path} is {shape.max_position_embeddings}"
         )
+    if config.policy.r3 and not shape.moe_layers:
+        raise ModelError(f"policy.r3=true replays the choices of experts, and {config.model.path} has no experts")
+    lora = lora_shape(config.policy.lora)
+    if lora is not None:
+        sites(shape, lora)
     return shape
 
 
 def load_module(config: RunConfig) -> nn.Module:
     """The model of a run as a torch module."""
-    return model.load(model_folder(config), DTYPE)
+    return model.load(model_folder(config), config.policy.dtype)
+
+
+def load_adapters(config: RunConfig) -> Adapters | None:
+    """The adapters that a run trains, as it begins; None where it trains every weight.
+
+    Raises:
+        ModelError: they match no linear layer, or the adapter to begin from does not fit.
+    """
+    settings = config.policy.lora
+    lora = lora_shape(settings)
+    if lora is None:
+        return None
+    adapters = Adapters(check_model(config), lora, settings.init, config.seed)
+    if settings.adapter_path is not None:
+        peft.load(adapters, settings.adapter_path.expanduser())
+    return adapters
 
 
 def load_chat(config: RunConfig) -> BeamChat:
@@ -86,31 +109,46 @@ def load_chat(config: RunConfig) -> BeamChat:
 
 
 def build(config: RunConfig) -> Engines:
-    """Load the model and build both engines.
+    """Load the model and build both engines; under adapters the sampler is given the weights once, here.
 
     Raises:
         ModelError: the model folder cannot be used.
     """
-    module, channel = load_module(config), LocalChannel()
-    reference = None if config.algorithm.kl.place == "none" else load_module(config)
-    learner = TorchLearner(module, config.policy, config.learner, channel, reference)
-    sampler = local_sampler(config, check_model(config), module, channel)
-    return Engines(learner, sampler, plan(learner.layout("full"), sampler.layout("full")))
+    module, adapters, channel = load_module(config), load_adapters(config), LocalChannel()
+    needs_copy = config.algorithm.kl.place != "none" and adapters is None
+    reference = load_module(config) if needs_copy else None
+    learner = TorchLearner(module, config.policy, config.learner, channel, adapters, reference)
+    sampler = local_sampler(config, module, channel)
+    if adapters is not None:
+        base = plan(learner.layout("full"), sampler.layout("full"))
+        learner.send(base)
+        sampler.receive(base, 0, unfinished="abort")
+    return Engines(learner, sampler, plan(learner.layout(learner.kind), sampler.layout(learner.kind)))
 
 
-def sampler_of(config: RunConfig, module: nn.Module, version: int) -> Sampler:
-    """A sampler alone, with a module's weights: for evaluation without training."""
+def sampler_of(config: RunConfig, module: nn.Module, version: int, adapters: Adapters | None = None) -> Sampler:
+    """A sampler alone, with a module's weights and adapters: for evaluation without training."""
     channel = LocalChannel()
-    sampler = local_sampler(config, check_model(config), module, channel)
-    weights = plan(module_layout(module), sampler.layout("full"))
-    channel.send(weights, named_tensors(module))
-    sampler.receive(weights, version, unfinished="abort")
+    sampler = local_sampler(config, module, channel)
+    kinds: list[tuple[WeightKind, nn.Module]] = [("full", module)]
+    for kind, weights in kinds if adapters is None else [*kinds, ("adapter", adapters)]:
+        moves = plan(module_layout(weights), sampler.layout(kind))
+        channel.send(moves, named_tensors(weights))
+        sampler.receive(moves, version, unfinished="abort")
     return sampler
 
 
-def local_sampler(config: RunConfig, shape: BeamShape, module: nn.Module, channel: LocalChannel) -> LocalSampler:
-    """The embedded sampler for a run."""
-    theta = rope_theta(cast(Any, module).config)
+def local_sampler(config: RunConfig, module: nn.Module, channel: LocalChannel) -> LocalSampler:
+    """The embedded sampler for a run, without weights."""
     rollout = config.rollout
-    threads = config.runtime.threads
-    return LocalSampler(shape, DTYPE, theta, rollout.slots, positions(config), config.seed, channel, threads)
+    return LocalSampler(
+        shape=check_model(config),
+        numerics=Numerics(rollout.dtype, rollout.kv_dtype, rollout.head_dtype),
+        rope_theta=rope_theta(cast(Any, module).config),
+        slots=rollout.slots,
+        positions=positions(config),
+        seed=config.seed,
+        channel=channel,
+        threads=config.runtime.threads,
+        lora=lora_shape(config.policy.lora),
+    )

@@ -11,7 +11,7 @@ from beamline.data import ProblemSet
 from beamline.model.beam import tensors
 from beamline.runtime.data import Data, left_out, load_data
 from beamline.runtime.engines import check_model, load_chat, load_module, positions
-from beamline.runtime.resume import reference_fingerprint, resume_from
+from beamline.runtime.resume import base_fingerprint, resume_from
 from beamline.runtime.session import open_from
 
 
@@ -25,7 +25,7 @@ def preview(config: RunConfig) -> str:
     shape = check_model(config)
     data = load_data(config, load_chat(config))
     if checkpoint is not None:
-        open_from(config, data, reference_fingerprint(config), checkpoint)
+        open_from(config, data, base_fingerprint(config), checkpoint)
     load_module(config)
     algorithm = config.algorithm
     parameters = sum(prod(spec.shape) for spec in tensors(shape))

@@ -52,7 +52,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     problems_drawn: Annotated[int, msgspec.Meta(ge=0)]
     environment: dict[str, str | int]
     problems: dict[str, str]
-    reference: str
+    base: str
     config: dict[str, Any]
 
 
@@ -203,9 +203,12 @@ def _remove_dumps(output: Path, after: int) -> None:
             shutil.rmtree(folder)
 
 
-def reference_fingerprint(config: RunConfig) -> str:
-    """A hash of the weights in the model's folder where they are the reference of a KL penalty; empty without one."""
-    if config.algorithm.kl.place == "none":
+def base_fingerprint(config: RunConfig) -> str:
+    """A hash of the weights in the model's folder where a checkpoint does not hold what a run needs of them.
+
+    They are frozen under adapters, or the reference of a KL penalty; else it is empty.
+    """
+    if config.algorithm.kl.place == "none" and config.policy.lora.rank == 0:
         return ""
     digest = hashlib.sha256()
     for path in sorted(model_folder(config).glob("*.safetensors")):
@@ -214,8 +217,8 @@ def reference_fingerprint(config: RunConfig) -> str:
     return digest.hexdigest()
 
 
-def check_same(config: RunConfig, problems: Mapping[str, str], reference: str, saved: RunState) -> None:
-    """Hold machine, configuration, problems and reference (their fingerprints) against those of a checkpoint.
+def check_same(config: RunConfig, problems: Mapping[str, str], base: str, saved: RunState) -> None:
+    """Hold machine, configuration, problems and base (their fingerprints) against those of a checkpoint.
 
     Raises:
         ResumeError: something differs that shapes the result, and the recipe does not allow it.
@@ -243,7 +246,7 @@ def check_same(config: RunConfig, problems: Mapping[str, str], reference: str, s
         for key, old, new in differences(before, config)
         if not any(key == free or key.startswith(free + ".") for free in _FREE)
     ]
-    changed += [f"the weights in model.path={config.model.path}, the KL reference"] * (saved.reference != reference)
+    changed += [f"the weights in model.path={config.model.path}, which the run needs"] * (saved.base != base)
     changed += [
         f"the problems of data set {name!r}" for name in problems if saved.problems.get(name, "") != problems[name]
     ]

@@ -20,11 +20,11 @@ from beamline.runtime.export import export
 from beamline.runtime.resume import (
     ResumeError,
     alone_in,
+    base_fingerprint,
     check_same,
     clear_unsaved,
     environment,
     go_back,
-    reference_fingerprint,
     resume_from,
     run_state,
 )
@@ -47,7 +47,7 @@ class Run:
     console: RunConsole
     timings: Timings
     fresh: bool
-    reference: str
+    base: str
     step: int = 0
     saved_step: int = -1
     updates: int = 0
@@ -95,7 +95,7 @@ class Run:
             "problems_drawn": self.problems_drawn,
             "environment": environment(self.config),
             "problems": self.data.fingerprints(),
-            "reference": self.reference,
+            "base": self.base,
             "config": self.config.model_dump(mode="json"),
         }
         with self.timings("checkpoint"):
@@ -109,15 +109,15 @@ class Run:
             export(self.config, newest, self.config.output / "export" / newest.name)
 
 
-def open_from(config: RunConfig, data: Data, reference: str, path: Path) -> Checkpoint:
-    """Open the checkpoint to go on from, and make sure that the run can with its data and its reference's fingerprint.
+def open_from(config: RunConfig, data: Data, base: str, path: Path) -> Checkpoint:
+    """Open the checkpoint to go on from, and make sure that the run can with its data and its base's fingerprint.
 
     Raises:
         CheckpointError: it is damaged.
         ResumeError: something differs that shapes the result.
     """
     checkpoint = verify(path) if config.checkpoint.verify else open_checkpoint(path)
-    check_same(config, data.fingerprints(), reference, run_state(checkpoint))
+    check_same(config, data.fingerprints(), base, run_state(checkpoint))
     return checkpoint
 
 
@@ -132,8 +132,8 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     checkpoint = resume_from(config, store)
     chat = load_chat(config)
     data = load_data(config, chat)
-    reference = reference_fingerprint(config)
-    opened = None if checkpoint is None else open_from(config, data, reference, checkpoint)
+    base = base_fingerprint(config)
+    opened = None if checkpoint is None else open_from(config, data, base, checkpoint)
     engines = build(config)
     if opened is not None:
         engines.learner.load(opened.reader)
@@ -161,7 +161,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
                 console=console,
                 timings=Timings(),
                 fresh=opened is None,
-                reference=reference,
+                base=base,
                 step=step,
                 saved_step=-1 if opened is None else step,
                 updates=0 if state is None else state.updates,

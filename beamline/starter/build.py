@@ -29,7 +29,7 @@ from beamline.policy.positions import rope_theta
 from beamline.policy.weights import module_layout, named_tensors
 from beamline.records import SamplingParams
 from beamline.rollout.collect import Job, sample
-from beamline.rollout.local import LocalSampler
+from beamline.rollout.local import LocalSampler, Numerics
 from beamline.runtime.determinism import cpu_family, make_deterministic
 from beamline.starter.lessons import COURSES, Lesson
 from beamline.starter.tokenizer import vocab_size, write_tokenizer
@@ -215,7 +215,7 @@ def sampled_accuracy(module: nn.Module, chat: BeamChat, lessons: Sequence[Lesson
     channel = LocalChannel()
     theta = rope_theta(config)
     shape = BeamShape.from_config(config.to_dict())
-    sampler = LocalSampler(shape, "float32", theta, 256, longest + _RESPONSE_LIMIT, seed, channel)
+    sampler = LocalSampler(shape, Numerics(), theta, 256, longest + _RESPONSE_LIMIT, seed, channel)
     weights = plan(module_layout(module), sampler.layout("full"))
     channel.send(weights, named_tensors(module))
     sampler.receive(weights, 0, "keep")

@@ -11,7 +11,7 @@ from beamline.config.schema import LearnerConfig, OptimizerConfig, PolicyConfig
 from beamline.learner.learner import Learner
 from beamline.learner.torch import TorchLearner
 from beamline.policy.weights import module_layout, named_tensors
-from beamline.rollout.local import LocalSampler
+from beamline.rollout.local import LocalSampler, Numerics
 from beamline.rollout.sampler import Sampler
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
@@ -58,7 +58,7 @@ class PairFactory(Protocol):
 
 def local_sampler(weights: nn.Module | None, slots: int = 4, seed: int = 0, threads: int = 1) -> SamplerBench:
     channel = LocalChannel()
-    sampler = LocalSampler(beam_shape(), "float32", THETA, slots, CONTEXT, seed, channel, threads)
+    sampler = LocalSampler(beam_shape(), Numerics(), THETA, slots, CONTEXT, seed, channel, threads)
 
     def give(module: nn.Module, version: int, unfinished: Unfinished) -> None:
         moves = plan(module_layout(module), sampler.layout("full"))
@@ -80,13 +80,13 @@ def torch_learner(
 ) -> TorchLearner:
     config = LearnerConfig(micro_batch_tokens=micro_batch_tokens, optimizer=OptimizerConfig(**optimizer))
     policy = PolicyConfig(head_chunk_rows=16, parity=parity)
-    return TorchLearner(module, policy, config, channel or LocalChannel(), reference)
+    return TorchLearner(module, policy, config, channel or LocalChannel(), reference=reference)
 
 
 def torch_local(module: nn.Module, **optimizer: Any) -> PairBench:
     channel = LocalChannel()
     learner = torch_learner(module, channel=channel, **optimizer)
-    sampler = LocalSampler(beam_shape(), "float32", THETA, 4, CONTEXT, 0, channel)
+    sampler = LocalSampler(beam_shape(), Numerics(), THETA, 4, CONTEXT, 0, channel)
     moves = plan(learner.layout("full"), sampler.layout("full"))
 
     def sync(version: int) -> None:

@@ -1,4 +1,4 @@
-"""The embedded learner: full-parameter training on packed sequences, by the kernels of the sampler or by torch."""
+"""The embedded learner: every weight or adapters, on packed sequences, by the kernels of the sampler or by torch."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from beamline.algorithms.diagnostics import Compared, Learned, joined
-from beamline.algorithms.guards import GuardError, check_mismatch, check_ratio
+from beamline.algorithms.guards import check_mismatch, check_ratio
 from beamline.algorithms.kl import kl_losses
 from beamline.algorithms.loss import LossConfig
 from beamline.algorithms.losses import Tokens, token_losses
@@ -22,6 +22,7 @@ from beamline.learner.planning import Plan, Planned, evaluated, micro_batches, n
 from beamline.learner.torch.optimizer import Optimizer
 from beamline.model.layout import Layout, TensorSlice, WeightKind
 from beamline.policy import attention, head, model, parity
+from beamline.policy.lora import Adapters
 from beamline.policy.weights import DTYPE_NAMES, first_not_finite, module_layout, named_tensors, raw
 from beamline.records import Batch, Experience, pack
 from beamline.transfer.local import LocalChannel
@@ -67,14 +68,15 @@ class TorchPrepared:
 
 
 class TorchLearner:
-    """Trains every parameter of a module in this process.
+    """Trains a module in this process: every parameter, or adapters beside a module that stays as it is.
 
     Args:
         module: a Beam module from :func:`beamline.policy.model.load`.
         policy: how it is evaluated.
         config: micro-batches and optimizer.
         channel: where weights go.
-        reference: the model that a KL penalty holds the policy near; None without one.
+        adapters: what is trained in place of the module's parameters; None trains those.
+        reference: the model that a KL penalty holds the policy near; None without one. With adapters it is the module.
     """
 
     def __init__(
@@ -83,15 +85,20 @@ class TorchLearner:
         policy: PolicyConfig,
         config: LearnerConfig,
         channel: LocalChannel,
+        adapters: Adapters | None = None,
         reference: nn.Module | None = None,
     ) -> None:
         self._module, self._policy, self._config, self._channel = module, policy, config, channel
-        self._reference = reference
+        self._adapters, self._reference = adapters, reference
+        self._trained: nn.Module = module if adapters is None else adapters
         if policy.parity:
             parity.check(module)
+        if adapters is not None:
+            adapters.check_bound(named_tensors(module))
+            module.requires_grad_(False)
         self._hidden_states = parity.hidden_states if policy.parity else model.hidden_states
         self._score = parity.head_logprobs if policy.parity else head.head_logprobs
-        self._optimizer = Optimizer(module, config.optimizer)
+        self._optimizer = Optimizer(self._trained, config.optimizer)
         self._module.train()
         if policy.activation_checkpointing:
             cast(Any, module).gradient_checkpointing_enable({"use_reentrant": False})
@@ -123,7 +130,7 @@ class TorchLearner:
         micros = [_micro_batch([planned.sequences[i] for i in cut], loss) for cut in cuts]
         if loss.first and loss.on_policy and loss.algorithm.guard.ratio:
             with torch.no_grad():
-                passes = [self._evaluate(self._module, micro.batch, micro.rows_T)[0] for micro in micros]
+                passes = [self._evaluate("policy", micro.batch, micro.rows_T)[0] for micro in micros]
             micros = [replace(m, verified_logprobs_T=logprobs) for m, logprobs in zip(micros, passes, strict=True)]
         return TorchPrepared(tuple(micros), planned, loss)
 
@@ -144,7 +151,9 @@ class TorchLearner:
                 compared = _compared(prepared.micro_batches, learned)
             self._guard_ratio(prepared, learned)
             self._guard_mismatch(prepared.loss, compared)
-        except (FloatingPointError, GuardError):
+            if self._adapters is not None:
+                self._adapters.check_gradients()
+        except (FloatingPointError, RuntimeError):
             self._optimizer.zero()
             raise
         norm = self._optimizer.step()
@@ -164,7 +173,7 @@ class TorchLearner:
 
     def _backward(self, micro: _MicroBatch, loss: LossConfig) -> tuple[Tensor, Learned]:
         """Add the micro-batch's gradient; returns its part of the loss, and its tokens as they were found."""
-        logprobs, entropy = self._evaluate(self._module, micro.batch, micro.rows_T)
+        logprobs, entropy = self._evaluate("policy", micro.batch, micro.rows_T)
         old = logprobs.detach() if micro.old_logprobs_T is None else micro.old_logprobs_T
         anchor = micro.sampler_logprobs_T if loss.algorithm.loss.anchor == "sampler" else old
         tokens = Tokens(logprobs, anchor, micro.advantages_T, micro.sequence_T, micro.selected_T)
@@ -185,12 +194,15 @@ class TorchLearner:
             reference_kl=None if kl_T is None else kl_T.detach().numpy(),
         )
 
-    def _weights(self, name: Weights) -> nn.Module:
-        if name == "policy":
-            return self._module
+    def _model_of(self, weights: Weights) -> tuple[nn.Module, Adapters | None]:
+        """The model that evaluates, and its adapters. The reference of adapters is the model without them."""
+        if weights == "policy":
+            return self._module, self._adapters
+        if self._adapters is not None:
+            return self._module, None
         if self._reference is None:
-            raise ValueError("forward: this learner was built without a reference model; see algorithm.kl.place")
-        return self._reference
+            raise ValueError("this learner was built without a reference model; set algorithm.kl.place")
+        return self._reference, None
 
     def _cut(self, batch: Sequence[Experience]) -> list[list[int]]:
         return micro_batches([experience.rows for experience in batch], self._config.micro_batch_tokens)
@@ -203,25 +215,26 @@ class TorchLearner:
         self, sequences: Sequence[Experience], weights: Weights, chosen: Callable[[Batch], NDArray[np.bool_]]
     ) -> tuple[list[Floats], list[Floats]]:
         """Log-probabilities and entropies of the chosen rows of each sequence, without a gradient."""
-        module = self._weights(weights)
         logprobs: list[Any] = [None] * len(sequences)
         entropies: list[Any] = [None] * len(sequences)
         for cut in self._cut(sequences):
             packed = pack([sequences[i] for i in cut])
             mask_N = chosen(packed)
             with torch.no_grad():
-                found = self._evaluate(module, packed, torch.from_numpy(mask_N.nonzero()[0]))
+                found = self._evaluate(weights, packed, torch.from_numpy(mask_N.nonzero()[0]))
             borders = np.cumsum(np.add.reduceat(mask_N, packed.cu_seqlens_B1[:-1], dtype=np.int64))[:-1]
             parts = (np.split(tensor.numpy(), borders) for tensor in found)
             for i, of_logprobs, of_entropies in zip(cut, *parts, strict=True):
                 logprobs[i], entropies[i] = of_logprobs, of_entropies
         return logprobs, entropies
 
-    def _evaluate(self, module: nn.Module, batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _evaluate(self, weights: Weights, batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the given rows."""
+        module, adapters = self._model_of(weights)
         packing = attention.Packing.of(batch.cu_seqlens_B1.tolist())
         input_ids_N, position_ids_N = torch.from_numpy(batch.input_ids_N), torch.from_numpy(batch.position_ids_N)
-        hidden_ND = self._hidden_states(module, input_ids_N, position_ids_N, packing)
+        routes_NLK = self._replayed(batch) if self._policy.r3 else None
+        hidden_ND = self._hidden_states(module, input_ids_N, position_ids_N, packing, adapters, routes_NLK)
         temperature_N = torch.from_numpy(np.repeat(batch.temperature_B, np.diff(batch.cu_seqlens_B1)))
         typed = cast(Any, module)
         return self._score(
@@ -234,23 +247,40 @@ class TorchLearner:
             batch.support_of(rows.numpy()),
         )
 
+    def _replayed(self, batch: Batch) -> NDArray[np.unsignedinteger]:
+        """The experts that the sampler chose for each row."""
+        config = cast(Any, self._module).config
+        wanted = batch.rows, config.mlp_layer_types.count("sparse"), config.num_experts_per_tok
+        if batch.routes_NLK is None or batch.routes_NLK.shape != wanted:
+            found = "there are none" if batch.routes_NLK is None else f"they are {batch.routes_NLK.shape}"
+            raise ValueError(f"policy.r3 replays routes of shape {wanted} (rows, MoE layers, experts), and {found}")
+        return batch.routes_NLK
+
+    @property
+    def kind(self) -> WeightKind:
+        """What is trained, saved and sent: the model's weights, or an adapter."""
+        return "full" if self._adapters is None else "adapter"
+
     def layout(self, kind: WeightKind) -> Layout:
         """One rank that holds everything."""
-        if kind != "full":
-            raise ValueError(f"this policy has full weights only, not {kind!r}")
-        return module_layout(self._module)
+        if kind == "full":
+            return module_layout(self._module)
+        if self._adapters is None:
+            raise ValueError("this policy has no adapters: its weights are the model's, of kind 'full'")
+        return module_layout(self._adapters)
 
     def send(self, plan: TransferPlan) -> None:
-        """Offer the weights to the sampler of this process."""
-        self._channel.send(plan, named_tensors(self._module))
+        """Offer weights to the sampler of this process: the model's, or the adapter's."""
+        adapters = {} if self._adapters is None else named_tensors(self._adapters)
+        self._channel.send(plan, named_tensors(self._module) | adapters)
 
     def save(self, writer: ShardWriter) -> None:
-        """Write weights, moments and the number of updates.
+        """Write what is trained (the weights, or the adapter alone), moments and the number of updates.
 
         Raises:
             FloatingPointError: a weight is not finite; nothing was written.
         """
-        tensors = named_tensors(self._module)
+        tensors = named_tensors(self._trained)
         name = first_not_finite(tensors)
         if name is not None:
             raise FloatingPointError(f"{name} holds values that are not finite; no checkpoint was written")
@@ -259,8 +289,8 @@ class TorchLearner:
         writer.write_state("learner", {"updates": self._optimizer.updates})
 
     def load(self, reader: ShardReader) -> None:
-        """Read weights, moments and the number of updates."""
-        model.restore(self._module, reader)
+        """Read what :meth:`save` wrote."""
+        model.restore(self._trained, reader)
         for name, tensor in self._optimizer.named_state():
             tensor.copy_(torch.from_numpy(reader.read("optimizer", _slice(name, tensor))).view(tensor.dtype))
         self._optimizer.restore(int(reader.read_state("learner")["updates"]))

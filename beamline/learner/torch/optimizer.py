@@ -1,4 +1,4 @@
-"""AdamW over a module's parameters, with warm-up, clipping, and state under checkpoint names."""
+"""AdamW over the parameters that are trained, with warm-up, clipping, and state under checkpoint names."""
 
 from collections.abc import Iterator
 
@@ -6,16 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from beamline.config.schema import OptimizerConfig
-from beamline.policy.weights import split_experts
+from beamline.policy.weights import split_of
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
-    """AdamW (torch's, foreach). Matrices are decayed, vectors are not. ``updates`` counts those that were made."""
+    """AdamW (torch's, foreach). Matrices are decayed, vectors are not. ``updates`` counts those that were made.
+
+    It trains the parameters of ``module``: a model, or its adapters.
+    """
 
     def __init__(self, module: nn.Module, config: OptimizerConfig) -> None:
-        self._config = config
+        self._config, self._split = config, split_of(module)
         self._named = dict(module.named_parameters())
         matrices = [p for p in self._named.values() if p.dim() > 1]
         vectors = [p for p in self._named.values() if p.dim() <= 1]
@@ -58,7 +61,7 @@ class Optimizer:
         """The moments, as views under ``<tensor name>/<moment>``."""
         for name, parameter in self._named.items():
             for moment in _MOMENTS:
-                for part, view in split_experts(name, self._adamw.state[parameter][moment]):
+                for part, view in self._split(name, self._adamw.state[parameter][moment]):
                     yield f"{part}/{moment}", view
 
     def restore(self, updates: int) -> None:

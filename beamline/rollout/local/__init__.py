@@ -1,5 +1,6 @@
 """The embedded sampler: compiled kernels, in this process, continuous batching over preallocated cache slots."""
 
+from beamline.rollout.local.beam import Numerics
 from beamline.rollout.local.sampler import LocalSampler
 
-__all__ = ["LocalSampler"]
+__all__ = ["LocalSampler", "Numerics"]

@@ -5,7 +5,9 @@ for attention weights, which stay float32 as in fused attention).
 Another model family is another file like this one, made of the same kernels.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -14,11 +16,13 @@ from torch import Tensor
 
 from beamline.kernels.attention import attend, store, whole_blocks
 from beamline.kernels.compiled import kernel
-from beamline.kernels.experts import choose, expert_products, gather_experts, invert, sort_by_expert
+from beamline.kernels.experts import gather_experts, invert, route, sort_by_expert
+from beamline.kernels.layers import grouped_linear, linear_layer
 from beamline.kernels.linear import multiply
-from beamline.kernels.rows import add_residual, open_gate, rms_norm, round_rows, swiglu, turn_heads
+from beamline.kernels.rows import add_residual, open_gate, rms_norm, swiglu, turn_heads
 from beamline.model.beam import BeamShape, tensors
-from beamline.model.layout import DType
+from beamline.model.layout import DType, Layout, TensorSlice, WeightKind
+from beamline.model.lora import LoraShape, adapter_tensors, sites
 from beamline.policy.positions import Floats, position_tables
 from beamline.policy.weights import split_experts
 from beamline.rollout.local.cache import SlotCache
@@ -42,6 +46,18 @@ class Weights(NamedTuple):
     down: Floats  # [L, E, I, D]
     norm: Floats  # [D]
     head: Floats  # [D, V]
+    qkvg_a: Floats  # [layers, D, r]; the rank r of adapters is 0 without them
+    qkvg_b: Floats  # [layers, r, q + k + v + gate]
+    o_a: Floats
+    o_b: Floats
+    dense_gate_up_a: Floats  # [dense layers, D, r]
+    dense_gate_up_b: Floats
+    dense_down_a: Floats
+    dense_down_b: Floats
+    gate_up_a: Floats  # [L, S, D, r], an adapter for each expert or one for all; r is 0 without any on experts
+    gate_up_b: Floats
+    down_a: Floats
+    down_b: Floats
 
 
 class Traits(NamedTuple):
@@ -57,6 +73,8 @@ class Traits(NamedTuple):
     cap: float
     eps: float
     bf16: bool
+    kv_in_8_bits: bool
+    adapter_scale: np.float32
     sliding: NDArray[np.bool_]  # [layers]
     sparse: NDArray[np.bool_]  # [layers]
     of_kind: NDArray[np.int64]  # [layers] index among the layers of its MLP kind
@@ -80,6 +98,8 @@ class Workspace(NamedTuple):
     inner_dense: Floats
     router: Floats
     weights: Floats
+    z: Floats  # what adapters make of rows before their B
+    z_choices: Floats
     ends: NDArray[np.int64]
     order: NDArray[np.int64]
     place: NDArray[np.int64]
@@ -92,43 +112,45 @@ class Workspace(NamedTuple):
 @kernel
 def forward(
     w: Any, traits: Any, space: Any, keys: Any, values: Any, at: Any, places: Any,
-    token_ids: Any, positions: Any, slots: Any, routes: Any,
+    token_ids: Any, positions: Any, slots: Any, routes: Any, replayed: bool,
 ) -> Any:  # fmt: skip
     """Evaluate rows, each a token at a position of a slot.
 
     Returns hidden states after the final norm, ``[rows, D]``, which lie in the workspace. Keys and values of all rows
     are in the cache before a layer attends, so rows may be the positions of one sequence. ``routes [rows, L, K]`` is
-    filled.
+    filled, or where it is ``replayed`` says which experts are used.
     """
     n, D = len(token_ids), w.embed.shape[1]
     size, heads = w.q_norm.shape[1], w.gate_bias.shape[1]
     q_width, kv_width = heads * size, traits.kv_heads * size
     bf16, eps, layers = traits.bf16, traits.eps, len(traits.sliding)
-    h, x, y = space.h[:n], space.x[:n], space.y[:n]
+    h, x, y, z, scale = space.h[:n], space.x[:n], space.y[:n], space.z[:n], traits.adapter_scale
     qkvg, q, k, attended = space.qkvg[:n], space.q[:n], space.k[:n], space.attended[:n]
+    wide, rank = qkvg.shape[1], z.shape[1]
     for i in range(n):
         h[i] = w.embed[token_ids[i]]
     for layer in range(layers):
         sliding = traits.sliding[layer]
         rms_norm(h, w.norms, layer * 4 * D, eps, x, bf16)
-        multiply(x, w.qkvg[layer], qkvg)
-        round_rows(qkvg, bf16)
+        linear_layer(x, w.qkvg.reshape(-1), layer * D * wide, w.qkvg_a.reshape(-1), layer * D * rank,
+                     w.qkvg_b.reshape(-1), layer * rank * wide, scale, qkvg, z, bf16)  # fmt: skip
         table = (traits.cos, traits.sin, traits.stretch)
         turn_heads(qkvg, 0, heads, w.q_norm[layer], eps, positions, *table, sliding, True, q, bf16)
         turn_heads(qkvg, q_width, traits.kv_heads, w.k_norm[layer], eps, positions, *table, sliding, False, k, bf16)
         v_first = q_width + kv_width
-        store(keys, values, at[layer], places[layer], k, qkvg, v_first, slots, positions, traits.kv_heads, size)
+        store(keys, values, at[layer], places[layer], k, qkvg, v_first, slots, positions, traits.kv_heads, size,
+              traits.kv_in_8_bits)  # fmt: skip
         window = traits.window if sliding else len(traits.stretch)
         attend(q, keys, values, at[layer], places[layer], window, slots, positions, traits.kv_heads, traits.group,
                size, space.scores, attended, bf16)  # fmt: skip
         open_gate(attended, qkvg, v_first + kv_width, w.gate_bias[layer], q, bf16)
-        multiply(q, w.o[layer], y)
-        round_rows(y, bf16)
+        linear_layer(q, w.o.reshape(-1), layer * q_width * D, w.o_a.reshape(-1), layer * q_width * rank,
+                     w.o_b.reshape(-1), layer * rank * D, scale, y, z, bf16)  # fmt: skip
         rms_norm(y, w.norms, (layer * 4 + 1) * D, eps, x, bf16)
         add_residual(x, 2 * (layer + 1), h, bf16)
         rms_norm(h, w.norms, (layer * 4 + 2) * D, eps, x, bf16)
         if traits.sparse[layer]:
-            sparse_mlp(w, traits, space, traits.of_kind[layer], x, routes, y)
+            sparse_mlp(w, traits, space, traits.of_kind[layer], x, routes, replayed, y)
         else:
             dense_mlp(w, traits, space, traits.of_kind[layer], x, y)
         rms_norm(y, w.norms, (layer * 4 + 3) * D, eps, x, bf16)
@@ -140,50 +162,96 @@ def forward(
 @kernel
 def dense_mlp(w: Any, traits: Any, space: Any, index: int, x: Any, y: Any) -> None:
     """``y = down(swiglu(gate_up(x)))``."""
-    n = len(x)
-    wide, inner = space.dense[:n], space.inner_dense[:n]
-    multiply(x, w.dense_gate_up[index], wide)
-    round_rows(wide, traits.bf16)
+    n, D = x.shape
+    wide, inner, z, scale = space.dense[:n], space.inner_dense[:n], space.z[:n], traits.adapter_scale
+    I, rank = inner.shape[1], z.shape[1]  # noqa: E741
+    linear_layer(x, w.dense_gate_up.reshape(-1), index * D * 2 * I, w.dense_gate_up_a.reshape(-1), index * D * rank,
+                 w.dense_gate_up_b.reshape(-1), index * rank * 2 * I, scale, wide, z, traits.bf16)  # fmt: skip
     swiglu(wide, inner, traits.bf16)
-    multiply(inner, w.dense_down[index], y)
-    round_rows(y, traits.bf16)
+    linear_layer(inner, w.dense_down.reshape(-1), index * I * D, w.dense_down_a.reshape(-1), index * I * rank,
+                 w.dense_down_b.reshape(-1), index * rank * D, scale, y, z, traits.bf16)  # fmt: skip
 
 
 @kernel
-def sparse_mlp(w: Any, traits: Any, space: Any, index: int, x: Any, routes: Any, y: Any) -> None:
+def sparse_mlp(w: Any, traits: Any, space: Any, index: int, x: Any, routes: Any, replayed: bool, y: Any) -> None:
     """``y`` = the weighted sum of the chosen experts; ``routes[:, index]`` says which."""
     n, D, E, K = len(x), x.shape[1], w.router.shape[2], routes.shape[2]
     scores, weights, chosen = space.router[:n], space.weights[:n], routes[:, index]
-    order, place = space.order[: n * K], space.place[: n * K]
+    choices = n * K
+    order, place, every = space.order[:choices], space.place[:choices], space.order[:0]
     multiply(x, w.router[index], scores)
-    bias = w.router_bias[index]
-    choose(scores, bias, traits.expert_groups, traits.best_groups, traits.normalize, chosen, weights)
-    I = space.inner.shape[1]  # noqa: E741
+    route(scores, w.router_bias[index], traits.expert_groups, traits.best_groups, traits.normalize, replayed, chosen,
+          weights)  # fmt: skip
+    wide, inner, outer, z = (
+        space.wide[:choices],
+        space.inner[:choices],
+        space.outer[:choices],
+        space.z_choices[:choices],
+    )
+    I, rank, sets, scale = inner.shape[1], z.shape[1], w.gate_up_a.shape[1], traits.adapter_scale  # noqa: E741
     sort_by_expert(chosen, space.ends, order)
-    expert_products(x, K, w.gate_up.reshape(-1), index * E * D * 2 * I, w.down.reshape(-1), index * E * I * D,
-                    space.ends, order, space.rows, space.wide, space.inner, space.outer, 0, n * K,
-                    traits.bf16)  # fmt: skip
+    grouped_linear(x, order, K, w.gate_up.reshape(-1), index * E * D * 2 * I, space.ends, w.gate_up_a.reshape(-1),
+                   index * sets * D * rank, w.gate_up_b.reshape(-1), index * sets * rank * 2 * I, sets, scale, wide, z,
+                   space.rows, 0, choices, traits.bf16)  # fmt: skip
+    swiglu(wide, inner, traits.bf16)
+    grouped_linear(inner, every, 1, w.down.reshape(-1), index * E * I * D, space.ends, w.down_a.reshape(-1),
+                   index * sets * I * rank, w.down_b.reshape(-1), index * sets * rank * D, sets, scale, outer, z,
+                   inner, 0, choices, traits.bf16)  # fmt: skip
     invert(order, place)
-    gather_experts(space.outer, place, weights, traits.factor, y, traits.bf16)
+    gather_experts(outer, place, weights, traits.factor, y, traits.bf16)
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """As what a decoder computes: of type ``dtype`` all but the router, the cache, and the logits before the soft cap.
+
+    Raises:
+        ValueError: a type that cannot be emulated.
+    """
+
+    dtype: DType = "float32"
+    kv_dtype: Literal["same", "float8_e4m3"] = "same"
+    head_dtype: DType = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "head_dtype"):
+            if getattr(self, name) not in ("float32", "bfloat16"):
+                raise ValueError(f"the local sampler computes {name}=float32 or bfloat16, not {getattr(self, name)}")
+
+
+def decoder_layout(shape: BeamShape, dtype: DType, lora: LoraShape | None, kind: WeightKind) -> Layout:
+    """What a decoder takes: a model's weights, or an adapter's.
+
+    Raises:
+        ValueError: it has no adapters.
+    """
+    if kind == "adapter" and lora is None:
+        raise ValueError("this sampler has no adapters, and takes full weights only")
+    specs = adapter_tensors(shape, lora) if kind == "adapter" and lora is not None else tensors(shape, dtype)
+    return Layout((tuple(TensorSlice.whole(spec.name, spec.dtype, spec.shape) for spec in specs),))
 
 
 class BeamDecoder:
-    """A Beam model: its weights under their checkpoint names, and the traits for :func:`forward`."""
+    """A Beam model: its weights and adapters under their checkpoint names, and the traits for :func:`forward`."""
 
-    def __init__(self, shape: BeamShape, dtype: DType, rope_theta: float, max_positions: int) -> None:
-        if dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"the local sampler computes as float32 or bfloat16, not {dtype}")
-        self.shape = shape
+    def __init__(
+        self, shape: BeamShape, numerics: Numerics, rope_theta: float, max_positions: int, lora: LoraShape | None = None
+    ) -> None:
+        self.shape, self.numerics = shape, numerics
         self.route_dtype = np.dtype(np.uint8 if shape.num_experts <= 256 else np.uint16)
-        self.weights, self.tensors = _allocate(shape)
-        self.traits = _traits(shape, dtype, rope_theta, max_positions)
+        held = {name: torch.zeros(size) for name, size in (_sizes(shape) | _adapter_sizes(shape, lora)).items()}
+        self.weights = Weights(**{name: tensor.numpy() for name, tensor in held.items()})
+        self.tensors = dict(_named(shape, held))
+        self.adapters = {} if lora is None else dict(_named_adapters(shape, lora, held))
+        self.traits = _traits(shape, numerics, rope_theta, max_positions, 1.0 if lora is None else lora.scale)
 
-    def round_weights(self) -> None:
-        """Round what was received to the model's type; the router stays float32."""
+    def round_weights(self, received: Collection[str]) -> None:
+        """Round what was received to the type that is computed as; the router stays float32."""
         if self.traits.bf16:
-            for spec in tensors(self.shape, "bfloat16"):
-                if spec.dtype == "bfloat16":
-                    self.tensors[spec.name].copy_(self.tensors[spec.name].bfloat16())
+            for name in received:
+                if ".mlp.gate." not in name:
+                    tensor = self.adapters[name] if name in self.adapters else self.tensors[name]
+                    tensor.copy_(tensor.bfloat16())
 
     def new_cache(self, slots: int, positions: int) -> SlotCache:
         """A cache for ``slots`` sequences of up to ``positions`` tokens."""
@@ -193,16 +261,16 @@ class BeamDecoder:
 
     def new_workspace(self, rows: int, places: int) -> Workspace:
         """Room for the activations of ``rows`` rows over caches of up to ``places`` places."""
-        return _workspace(self.shape, rows, whole_blocks(places))
+        ranks = self.weights.qkvg_a.shape[-1], self.weights.gate_up_a.shape[-1]
+        return _workspace(self.shape, rows, whole_blocks(places), *ranks)
 
 
-def _allocate(shape: BeamShape) -> tuple[Weights, dict[str, Tensor]]:
-    """The stacked weights, and views of them under checkpoint names, shaped as there."""
+def _sizes(shape: BeamShape) -> dict[str, tuple[int, ...]]:
     D, V, d = shape.hidden_size, shape.vocab_size, shape.head_dim
-    heads, kv_heads, layers = shape.num_attention_heads, shape.num_key_value_heads, shape.num_hidden_layers
-    q, kv, dense, E = heads * d, kv_heads * d, shape.intermediate_size, shape.num_experts
+    heads, layers = shape.num_attention_heads, shape.num_hidden_layers
+    q, kv, dense, E = heads * d, shape.num_key_value_heads * d, shape.intermediate_size, shape.num_experts
     L, I = len(shape.moe_layers), shape.moe_intermediate_size  # noqa: E741
-    sizes: dict[str, tuple[int, ...]] = {
+    return {
         "embed": (V, D),
         "norms": (layers, 4, D),
         "qkvg": (layers, D, 2 * q + 2 * kv),
@@ -219,26 +287,60 @@ def _allocate(shape: BeamShape) -> tuple[Weights, dict[str, Tensor]]:
         "norm": (D,),
         "head": (D, V),
     }
-    held = {name: torch.zeros(size) for name, size in sizes.items()}
-    named = {"model.embed_tokens.weight": held["embed"], "model.norm.weight": held["norm"]}
-    named["lm_head.weight"] = held["head"].T
-    for layer in range(layers):
+
+
+_ADAPTED = ("qkvg", "o", "dense_gate_up", "dense_down", "gate_up", "down")
+
+
+def _adapter_sizes(shape: BeamShape, lora: LoraShape | None) -> dict[str, tuple[int, ...]]:
+    """Those of A and B beside each linear of :func:`_sizes`; of rank 0 where it has no adapter."""
+    on_experts = lora is not None and lora.experts != "none"
+    sets = shape.num_experts if lora is not None and lora.experts == "per_expert" else 1
+    sizes: dict[str, tuple[int, ...]] = {}
+    for name in _ADAPTED:
+        layers, *experts, inputs, outputs = _sizes(shape)[name]
+        rank = lora.rank if lora is not None and (on_experts or not experts) else 0
+        stack = (layers, *([sets] if experts else []))
+        sizes |= {f"{name}_a": (*stack, inputs, rank), f"{name}_b": (*stack, rank, outputs)}
+    return sizes
+
+
+def _named_adapters(shape: BeamShape, lora: LoraShape, held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Views of the adapters under their names, shaped as in their files."""
+    for site in sites(shape, lora):
+        if site.place.endswith("self_attn"):
+            name, index = {"q_proj": "qkvg", "o_proj": "o"}[site.projections[0]], site.layer
+        else:
+            name = {"gate_proj": "gate_up", "down_proj": "down"}[site.projections[0]]
+            name, index = ("" if site.experts else "dense_") + name, _of_kind(shape)[site.layer]
+        a, b = held[f"{name}_a"][index], held[f"{name}_b"][index]
+        for expert, place in site.adapters():
+            of_a, of_b = (a, b) if expert is None else (a[expert], b[expert])
+            yield f"{place}.{site.adapted[0]}.lora_A.weight", of_a.T
+            for projection, rows in site.spans():
+                yield f"{place}.{projection}.lora_B.weight", of_b.T[rows]
+
+
+def _named(shape: BeamShape, held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Views of the weights under their checkpoint names, shaped as there."""
+    d = shape.head_dim
+    q, kv = shape.num_attention_heads * d, shape.num_key_value_heads * d
+    yield from {"model.embed_tokens.weight": held["embed"], "model.norm.weight": held["norm"]}.items()
+    yield "lm_head.weight", held["head"].T
+    for layer in range(shape.num_hidden_layers):
         at = f"model.layers.{layer}"
-        parts = held["qkvg"][layer].T.split([q, kv, kv, q])
-        named |= {
-            f"{at}.self_attn.{n}_proj.weight": part for n, part in zip(("q", "k", "v", "gate"), parts, strict=True)
-        }
-        named[f"{at}.self_attn.o_proj.weight"] = held["o"][layer].T
-        named[f"{at}.self_attn.gate_bias"] = held["gate_bias"][layer]
-        named |= {f"{at}.self_attn.{n}.weight": held[n][layer] for n in ("q_norm", "k_norm")}
-        norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
-        named |= {f"{at}.{n}_layernorm.weight": held["norms"][layer, i] for i, n in enumerate(norms)}
-        named |= dict(_mlp(shape, layer, at, held))
-    arrays = {name: tensor.numpy() for name, tensor in held.items()}
-    return Weights(**arrays), named
+        for name, part in zip(("q", "k", "v", "gate"), held["qkvg"][layer].T.split([q, kv, kv, q]), strict=True):
+            yield f"{at}.self_attn.{name}_proj.weight", part
+        yield f"{at}.self_attn.o_proj.weight", held["o"][layer].T
+        yield f"{at}.self_attn.gate_bias", held["gate_bias"][layer]
+        for name in ("q_norm", "k_norm"):
+            yield f"{at}.self_attn.{name}.weight", held[name][layer]
+        for i, name in enumerate(("input", "post_attention", "pre_feedforward", "post_feedforward")):
+            yield f"{at}.{name}_layernorm.weight", held["norms"][layer, i]
+        yield from _mlp(shape, layer, at, held)
 
 
-def _mlp(shape: BeamShape, layer: int, at: str, held: dict[str, Tensor]) -> Any:
+def _mlp(shape: BeamShape, layer: int, at: str, held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     index = _of_kind(shape)[layer]
     if shape.mlp_layer_types[layer] == "dense":
         gate, up = held["dense_gate_up"][index].T.chunk(2)
@@ -257,7 +359,7 @@ def _of_kind(shape: BeamShape) -> list[int]:
     return [kinds[:layer].count(kind) for layer, kind in enumerate(kinds)]
 
 
-def _traits(shape: BeamShape, dtype: DType, rope_theta: float, positions: int) -> Traits:
+def _traits(shape: BeamShape, numerics: Numerics, rope_theta: float, positions: int, adapter_scale: float) -> Traits:
     cos, sin, stretch = position_tables(shape.head_dim, rope_theta, positions)
     return Traits(
         kv_heads=shape.num_key_value_heads,
@@ -269,7 +371,9 @@ def _traits(shape: BeamShape, dtype: DType, rope_theta: float, positions: int) -
         factor=float(shape.routed_scaling_factor),
         cap=float(shape.final_logit_softcapping),
         eps=float(shape.rms_norm_eps),
-        bf16=dtype == "bfloat16",
+        bf16=numerics.dtype == "bfloat16",
+        kv_in_8_bits=numerics.kv_dtype == "float8_e4m3",
+        adapter_scale=np.float32(adapter_scale),
         sliding=np.array([kind == "sliding_attention" for kind in shape.layer_types]),
         sparse=np.array([kind == "sparse" for kind in shape.mlp_layer_types]),
         of_kind=np.array(_of_kind(shape)),
@@ -279,7 +383,7 @@ def _traits(shape: BeamShape, dtype: DType, rope_theta: float, positions: int) -
     )
 
 
-def _workspace(shape: BeamShape, rows: int, places: int) -> Workspace:
+def _workspace(shape: BeamShape, rows: int, places: int, rank: int, rank_of_experts: int) -> Workspace:
     D, d, K, E = shape.hidden_size, shape.head_dim, shape.num_experts_per_tok, shape.num_experts
     q, kv = shape.num_attention_heads * d, shape.num_key_value_heads * d
     group = shape.num_attention_heads // shape.num_key_value_heads
@@ -294,7 +398,8 @@ def _workspace(shape: BeamShape, rows: int, places: int) -> Workspace:
         qkvg=floats(rows, 2 * q + 2 * kv), q=floats(rows, q), k=floats(rows, kv), attended=floats(rows, q),
         scores=floats(2 * group * places),
         dense=floats(rows, 2 * dense), inner_dense=floats(rows, dense),
-        router=floats(rows, E), weights=floats(rows, K), ends=np.empty(E, np.int64),
+        router=floats(rows, E), weights=floats(rows, K),
+        z=floats(rows, rank), z_choices=floats(choices, rank_of_experts), ends=np.empty(E, np.int64),
         order=np.empty(choices, np.int64), place=np.empty(choices, np.int64),
         rows=floats(choices, D), wide=floats(choices, 2 * I), inner=floats(choices, I), outer=floats(choices, D),
     )  # fmt: skip

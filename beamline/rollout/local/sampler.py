@@ -9,11 +9,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from beamline.model.beam import BeamShape, tensors
-from beamline.model.layout import DType, Layout, TensorSlice, WeightKind
+from beamline.model.beam import BeamShape
+from beamline.model.layout import Layout, WeightKind
+from beamline.model.lora import LoraShape
 from beamline.policy.weights import first_not_finite
 from beamline.records import Completion, Key, Request, Support
-from beamline.rollout.local.beam import BeamDecoder
+from beamline.rollout.local.beam import BeamDecoder, Numerics, decoder_layout
 from beamline.rollout.local.cache import SlotCache
 from beamline.rollout.local.slots import Slots
 from beamline.rollout.local.worker import Drawn, NotFiniteError, Worker, joined
@@ -31,13 +32,14 @@ class LocalSampler:
 
     Args:
         shape: the model.
-        dtype: the type that is computed as: float32, or bfloat16 emulated in float32.
+        numerics: the types that are computed as, emulated in float32.
         rope_theta: base of the rotary embedding of sliding layers.
         slots: sequences decoded together.
         positions: most tokens of a sequence, prompt and response.
         seed: seed of the run; with a request's key it fixes the random stream.
         channel: where weights come from.
         threads: CPU threads while it works.
+        lora: the adapters that it serves beside the weights, unmerged; None = no adapters.
 
     Raises:
         ValueError: ``positions`` is more than the model's context.
@@ -46,17 +48,18 @@ class LocalSampler:
     def __init__(
         self,
         shape: BeamShape,
-        dtype: DType,
+        numerics: Numerics,
         rope_theta: float,
         slots: int,
         positions: int,
         seed: int,
         channel: LocalChannel,
         threads: int = 1,
+        lora: LoraShape | None = None,
     ) -> None:
         if positions > shape.max_position_embeddings:
             raise ValueError(f"{positions} positions exceed the model's context of {shape.max_position_embeddings}")
-        self._shape, self._dtype, self._theta = shape, dtype, rope_theta
+        self._shape, self._numerics, self._theta, self._lora = shape, numerics, rope_theta, lora
         self._capacity, self._positions, self._seed, self._channel = slots, positions, seed, channel
         self._threads, self._pool = threads, ThreadPoolExecutor(threads, thread_name_prefix="sampler")
         self._decoder: BeamDecoder | None = None
@@ -106,25 +109,23 @@ class LocalSampler:
 
     def layout(self, kind: WeightKind) -> Layout:
         """One rank that holds everything."""
-        if kind != "full":
-            raise ValueError(f"the local sampler holds full weights only, not {kind!r}")
-        specs = tensors(self._shape, self._dtype)
-        return Layout((tuple(TensorSlice.whole(spec.name, spec.dtype, spec.shape) for spec in specs),))
+        return decoder_layout(self._shape, self._numerics.dtype, self._lora, kind)
 
     @torch.no_grad()
     def receive(self, plan: TransferPlan, version: int, unfinished: Literal["keep", "abort"]) -> None:
-        """Copy new weights in place."""
+        """Copy new weights in place: the model's, or an adapter's."""
         if self._decoder is None:
             raise RuntimeError("receive: the sampler sleeps without weights; wake(['weights']) first")
         if unfinished == "abort":
             partials = self.abort(self._in_flight)  # takes what is ready too
             self._ready = partials
             self._in_flight = {completion.key for completion in partials}
-        self._channel.receive(plan, self._decoder.tensors)
-        self._decoder.round_weights()
+        held = self._decoder.tensors | self._decoder.adapters
+        self._channel.receive(plan, held)
+        self._decoder.round_weights({move.part.name for move in plan.moves})
         if not all(np.isfinite(stacked).all() for stacked in self._decoder.weights):
             self._version = None  # the old weights are gone
-            name = first_not_finite(self._decoder.tensors)
+            name = first_not_finite(held)
             raise FloatingPointError(f"{name} of version {version} holds values that are not finite")
         self._version = version
 
@@ -141,7 +142,7 @@ class LocalSampler:
     def wake(self, what: Collection[Literal["weights", "cache"]]) -> None:
         """Allocate what sleeps."""
         if "weights" in what and self._decoder is None:
-            self._decoder = BeamDecoder(self._shape, self._dtype, self._theta, self._positions)
+            self._decoder = BeamDecoder(self._shape, self._numerics, self._theta, self._positions, self._lora)
         if "cache" in what and self._cache is None:
             if self._decoder is None:
                 raise RuntimeError("wake: the cache needs the weights; wake(['weights']) first")

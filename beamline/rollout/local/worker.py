@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beamline.kernels.linear import multiply
+from beamline.kernels.rows import round_rows
 from beamline.kernels.vocabulary import forbid, likeliest_first, sample_rows, soft_cap
 from beamline.policy.positions import Floats
 from beamline.rollout.local.beam import BeamDecoder, forward
@@ -69,14 +70,15 @@ class Worker:
     ) -> Floats:  # fmt: skip
         hidden: Floats = forward(
             self._decoder.weights, self._decoder.traits, self._space, cache.keys, cache.values, cache.at, cache.places,
-            token_ids, positions, taken, routes,
+            token_ids, positions, taken, routes, False,
         )  # fmt: skip
         return hidden
 
     def _score(self, hidden: Floats) -> Floats:
         """Soft-capped logits of each row, in a buffer of this worker."""
         logits = self._logits[: len(hidden)]
-        multiply(hidden, self._decoder.weights.head, logits)  # never rounded
+        multiply(hidden, self._decoder.weights.head, logits)
+        round_rows(logits, self._decoder.numerics.head_dtype == "bfloat16")
         if not np.isfinite(logits).all():
             raise NotFiniteError("logits are not finite")
         soft_cap(logits.reshape(-1), self._decoder.traits.cap)

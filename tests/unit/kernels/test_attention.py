@@ -48,7 +48,8 @@ class Layer:
         around = np.full((len(v), OTHER_COLUMNS), np.nan, np.float32)
         qkvg = np.concatenate([around, v, around], axis=1)
         store(
-            self.keys, self.values, self.at, self.places, k, qkvg, OTHER_COLUMNS, slots, positions, KV_HEADS, SIZE
+            self.keys, self.values, self.at, self.places, k, qkvg, OTHER_COLUMNS, slots, positions, KV_HEADS, SIZE,
+            False,
         )  # fmt: skip
 
     def attend(

@@ -9,7 +9,9 @@ import torch
 from numpy.typing import NDArray
 from transformers.models.beam.modeling_beam import BeamTopKRouter
 
-from beamline.kernels.experts import choose, expert_products, gather_experts, invert, sort_by_expert
+from beamline.kernels.experts import gather_experts, invert, route, sort_by_expert
+from beamline.kernels.layers import grouped_linear
+from beamline.kernels.rows import swiglu
 from tests.exact import Floats, bits
 from tests.tiny_beam import beam_config
 
@@ -20,7 +22,7 @@ def routed(
     logits: Floats, bias: Floats, k: int, groups: int = 1, best_groups: int = 1, normalize: bool = True
 ) -> tuple[Chosen, Floats]:
     chosen, weights = np.empty((len(logits), k), np.uint8), np.empty((len(logits), k), np.float32)
-    choose(logits.copy(), bias, groups, best_groups, normalize, chosen, weights)
+    route(logits.copy(), bias, groups, best_groups, normalize, False, chosen, weights)
     return chosen, weights
 
 
@@ -112,17 +114,29 @@ def weights_of_experts(rows: int, columns: int) -> Floats:
 GATE_UP, DOWN = weights_of_experts(D, 2 * I), weights_of_experts(I, D)
 
 
+def multiplied(
+    x: Floats, order: NDArray[np.int64], w: Floats, ends: NDArray[np.int64], out: Floats, first: int, last: int,
+    bf16: bool = False,
+) -> None:  # fmt: skip
+    """Rows first..last of ``out`` by the weights of the second layer, without adapters."""
+    nothing, z = np.empty(0, np.float32), np.empty((len(out), 0), np.float32)
+    scratch = np.empty((last - first, x.shape[1]), np.float32)
+    grouped_linear(
+        x, order, K, w.reshape(-1), w[0].size, ends, nothing, 0, nothing, 0, 1, np.float32(1), out, z, scratch, first,
+        last, bf16,
+    )  # fmt: skip
+
+
 def mixed(x: Floats, chosen: Chosen, weights: Floats, bf16: bool = False, cuts: tuple[int, ...] = ()) -> Floats:
     """The weighted sum of experts, computed in one call or cut between the sorted choices."""
     ends, (order, place) = np.empty(E, np.int64), np.empty((2, chosen.size), np.int64)
     sort_by_expert(chosen, ends, order)
     invert(order, place)
-    rows, wide, inner, outer = (np.full((chosen.size, n), np.nan, np.float32) for n in (D, 2 * I, I, D))
+    wide, inner, outer = (np.full((chosen.size, n), np.nan, np.float32) for n in (2 * I, I, D))
     for first, last in pairwise((0, *cuts, chosen.size)):
-        expert_products(
-            x, K, GATE_UP.reshape(-1), GATE_UP[0].size, DOWN.reshape(-1), DOWN[0].size, ends, order,
-            rows[: last - first], wide, inner, outer, first, last, bf16,
-        )  # fmt: skip
+        multiplied(x, order, GATE_UP, ends, wide, first, last, bf16)
+        swiglu(wide[first:last], inner[first:last], bf16)
+        multiplied(inner, order[:0], DOWN, ends, outer, first, last, bf16)
     y = np.full((len(x), D), np.nan, np.float32)
     gather_experts(outer, place, weights, FACTOR, y, bf16)
     return y
@@ -178,16 +192,11 @@ def test_only_the_choices_asked_for_are_computed() -> None:
     ends, order = np.empty(E, np.int64), np.empty(chosen.size, np.int64)
     sort_by_expert(chosen, ends, order)
     first, last = ends[0] - 3, ends[0] + 2
-    rows, wide, inner, outer = (np.full((chosen.size, n), np.nan, np.float32) for n in (D, 2 * I, I, D))
-    expert_products(
-        x, K, GATE_UP.reshape(-1), 0, DOWN.reshape(-1), 0, ends, order, rows, wide, inner, outer, first, last, False
-    )  # fmt: skip
-    at = np.arange(chosen.size)
+    wide, at = np.full((chosen.size, 2 * I), np.nan, np.float32), np.arange(chosen.size)
+    multiplied(x, order, GATE_UP, ends, wide, first, last)
     asked = (at >= first) & (at < last)
-    for written_rows in (wide, inner, outer):
-        assert np.array_equal(np.isfinite(written_rows).all(1), asked)
-        assert np.array_equal(np.isfinite(written_rows).any(1), asked)
-    assert np.array_equal(np.isfinite(rows).all(1), at < last - first)
+    assert np.array_equal(np.isfinite(wide).all(1), asked)
+    assert np.array_equal(np.isfinite(wide).any(1), asked)
 
 
 def test_choices_are_summed_best_first() -> None:

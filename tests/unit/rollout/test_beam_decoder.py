@@ -19,7 +19,7 @@ from beamline.policy.positions import Floats
 from beamline.policy.weights import named_tensors
 from beamline.records import Key, Request, SamplingParams
 from beamline.rollout.local import worker
-from beamline.rollout.local.beam import BeamDecoder, forward
+from beamline.rollout.local.beam import BeamDecoder, Numerics, forward
 from beamline.rollout.local.cache import SlotCache
 from beamline.rollout.local.slots import Slots
 from beamline.rollout.local.worker import NotFiniteError, Worker
@@ -34,10 +34,10 @@ Routes = NDArray[np.unsignedinteger[Any]]
 
 
 def decoder_of(module: nn.Module, dtype: Any = "float32", **changes: Any) -> BeamDecoder:
-    decoder = BeamDecoder(beam_shape(**changes), dtype, THETA, CONTEXT)
+    decoder = BeamDecoder(beam_shape(**changes), Numerics(dtype), THETA, CONTEXT)
     for name, tensor in named_tensors(module).items():
         decoder.tensors[name].copy_(tensor)
-    decoder.round_weights()
+    decoder.round_weights(decoder.tensors)
     return decoder
 
 
@@ -59,7 +59,7 @@ class Evaluation:
         routes = np.empty((len(ids), len(shape.moe_layers), shape.num_experts_per_tok), self.decoder.route_dtype)
         hidden = forward(
             self.decoder.weights, self.decoder.traits, self.space, cache.keys, cache.values, cache.at, cache.places,
-            np.array(ids, np.int32), np.array(positions), np.array(slots), routes,
+            np.array(ids, np.int32), np.array(positions), np.array(slots), routes, False,
         )  # fmt: skip
         logits = np.empty((len(ids), shape.vocab_size), np.float32)
         multiply(hidden, self.decoder.weights.head, logits)
@@ -159,18 +159,19 @@ def test_received_weights_are_rounded_to_their_types() -> None:
 
 @pytest.mark.parametrize(("experts", "expected"), [(16, np.uint8), (256, np.uint8), (260, np.uint16)])
 def test_routes_have_the_smallest_type_that_holds_them(experts: int, expected: Any) -> None:
-    assert BeamDecoder(beam_shape(num_experts=experts), "float32", THETA, CONTEXT).route_dtype == expected
+    assert BeamDecoder(beam_shape(num_experts=experts), Numerics(), THETA, CONTEXT).route_dtype == expected
 
 
-def test_it_computes_as_two_types() -> None:
-    with pytest.raises(ValueError, match="as float32 or bfloat16, not float16"):
-        BeamDecoder(beam_shape(), "float16", THETA, CONTEXT)
+@pytest.mark.parametrize("name", ["dtype", "head_dtype"])
+def test_it_computes_as_two_types(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=float32 or bfloat16, not float16"):
+        Numerics(**{name: "float16"})
 
 
 def test_a_sliding_layer_keeps_no_more_than_its_window_in_whole_blocks() -> None:
     assert CONTEXT % BLOCK == 0
     for window, places in ((1, BLOCK), (WINDOW, BLOCK), (BLOCK, BLOCK), (BLOCK + 1, 2 * BLOCK), (CONTEXT, CONTEXT)):
-        cache = BeamDecoder(beam_shape(sliding_window=window), "float32", THETA, CONTEXT).new_cache(2, CONTEXT)
+        cache = BeamDecoder(beam_shape(sliding_window=window), Numerics(), THETA, CONTEXT).new_cache(2, CONTEXT)
         assert cache.places.tolist() == [places, CONTEXT, places]
 
 

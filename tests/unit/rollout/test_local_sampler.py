@@ -11,7 +11,7 @@ from torch import nn
 
 from beamline.policy.weights import module_layout, named_tensors
 from beamline.records import Key, Request, SamplingParams
-from beamline.rollout.local import LocalSampler
+from beamline.rollout.local import LocalSampler, Numerics
 from beamline.rollout.local.worker import Drawn, NotFiniteError, Worker
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
@@ -22,7 +22,7 @@ def local_sampler(
     positions: int = CONTEXT, module: nn.Module | None = None, slots: int = 2, threads: int = 1
 ) -> LocalSampler:
     channel = LocalChannel()
-    sampler = LocalSampler(beam_shape(), "float32", THETA, slots, positions, 0, channel, threads)
+    sampler = LocalSampler(beam_shape(), Numerics(), THETA, slots, positions, 0, channel, threads)
     if module is not None:
         moves = plan(module_layout(module), sampler.layout("full"))
         channel.send(moves, named_tensors(module))

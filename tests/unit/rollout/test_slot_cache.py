@@ -33,7 +33,7 @@ def write(target: SlotCache, slot: int, length: int) -> None:
         keys = marks(layer, positions)
         store(
             target.keys, target.values, target.at[layer], target.places[layer], keys, -keys, 0,
-            np.full(length, slot), positions, KV_HEADS, SIZE,
+            np.full(length, slot), positions, KV_HEADS, SIZE, False,
         )  # fmt: skip
 
 

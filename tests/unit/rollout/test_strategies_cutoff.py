@@ -13,7 +13,7 @@ from beamline.policy.weights import module_layout, named_tensors
 from beamline.records import Completion, Group, Key, Request, Rollout, SamplingParams, Support
 from beamline.rollout.collect import Cutoff, Job, Sampled, joined, sample, sample_until
 from beamline.rollout.grading import Grading
-from beamline.rollout.local import LocalSampler
+from beamline.rollout.local import LocalSampler, Numerics
 from beamline.tasks.pool import GradingPool
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
@@ -32,7 +32,7 @@ def module(chat: BeamChat) -> Any:
 def sampler_of(module: Any, slots: int = 64) -> LocalSampler:
     channel = LocalChannel()
     shape = beam_shape(vocab_size=module.config.vocab_size)
-    sampler = LocalSampler(shape, "float32", THETA, slots, CONTEXT, 0, channel)
+    sampler = LocalSampler(shape, Numerics(), THETA, slots, CONTEXT, 0, channel)
     moves = plan(module_layout(module), sampler.layout("full"))
     channel.send(moves, named_tensors(module))
     sampler.receive(moves, 7, "keep")

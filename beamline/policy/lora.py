@@ -1,0 +1,141 @@
+"""Low-rank adapters of a Beam in torch: parameters stacked as engines use them, views under the names of linears."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from beamline.config.schema import LoraConfig
+from beamline.model.beam import BeamShape, ModelError
+from beamline.model.lora import LoraShape, Site, sites
+from beamline.records.random import stream
+
+Init = Literal["kaiming", "gaussian"]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What linears that read one input add: ``scale * B A x``, with a set of matrices for each expert or one set.
+
+    ``a`` is ``[sets, rank, in]`` and ``b`` ``[sets, out, rank]``, where out stacks the projections.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+class Adapters(nn.Module):
+    """The adapters of a model: float32, trained while the model is not.
+
+    The random numbers of each A depend on the seed and its name alone. B is 0, so that the model begins as it was.
+
+    Raises:
+        ModelError: adapters are asked for where the model has no linear layer.
+    """
+
+    def __init__(self, shape: BeamShape, lora: LoraShape, init: Init, seed: int) -> None:
+        super().__init__()
+        self.lora, self.sites = lora, sites(shape, lora)
+        if not self.sites:
+            raise ModelError(f"policy.lora matched no linear layer (experts={lora.experts}, targets={lora.targets})")
+        self.a = nn.ParameterList([_initial(site, lora.rank, init, seed) for site in self.sites])
+        self.b = nn.ParameterList([torch.zeros(site.sets or 1, site.rows, lora.rank) for site in self.sites])
+        self._index = {site.name: index for index, site in enumerate(self.sites)}
+        for site, b in zip(self.sites, self.b, strict=True):
+            if site.adapted != site.projections:
+                b.register_hook(lambda gradient, site=site: _of_adapted(site, gradient))
+
+    def at(self, place: str, projection: str) -> Adapter | None:
+        """The adapter of the linears under a place of which this projection is the first; None if there is none."""
+        index = self._index.get(f"{place}.{projection}")
+        return None if index is None else Adapter(self.a[index], self.b[index], self.lora.scale)
+
+    def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Views of a tensor shaped like the parameter ``name``, under the names of :func:`adapter_tensors`."""
+        kind, _, index = name.partition(".")
+        site = self.sites[int(index)]
+        for at, place in site.adapters():
+            matrix = tensor[at or 0]
+            if kind == "a":
+                yield f"{place}.{site.adapted[0]}.lora_A.weight", matrix
+            else:
+                for projection, rows in site.spans():
+                    yield f"{place}.{projection}.lora_B.weight", matrix[rows]
+
+    def merge_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add ``scale * B A`` to the weights of a model, given as views under their checkpoint names."""
+        for _, weight, delta in self.deltas(tensors):
+            weight.copy_(weight.float() + delta)
+
+    def deltas(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """For each adapted weight its name, the weight among ``tensors``, and what its adapter adds, in float32."""
+        for site, a, b in zip(self.sites, self.a, self.b, strict=True):
+            for expert in range(site.experts or 1):
+                place = site.place if site.experts is None else f"{site.place}.{expert}"
+                index = 0 if site.sets in (None, 1) else expert
+                delta = self.lora.scale * (b[index].detach() @ a[index].detach())
+                for projection, rows in site.spans():
+                    name = f"{place}.{projection}.weight"
+                    yield name, tensors[name], delta[rows]
+
+    def check_bound(self, tensors: Mapping[str, Tensor]) -> int:
+        """How many weights of a model the adapters act on.
+
+        Raises:
+            ModelError: a weight that is to be adapted is not there, or has another shape.
+        """
+        wanted = [
+            (f"{place}.{projection}.weight", (rows.stop - rows.start, site.inputs))
+            for site in self.sites
+            for place in ([site.place] if site.experts is None else [f"{site.place}.{e}" for e in range(site.experts)])
+            for projection, rows in site.spans()
+        ]
+        unmatched = [name for name, size in wanted if name not in tensors or tuple(tensors[name].shape) != size]
+        if unmatched:
+            raise ModelError(
+                f"{len(unmatched)} of {len(wanted)} adapters match no weight of the model: {', '.join(unmatched[:5])}"
+            )
+        return len(wanted)
+
+    def check_gradients(self) -> None:
+        """Raise unless the last backward pass reached every adapter.
+
+        Raises:
+            RuntimeError: the learner did not use some of them, so that they would never be trained.
+        """
+        unused = [site.name for site, a, b in zip(self.sites, self.a, self.b, strict=True) if a.grad is b.grad is None]
+        if unused:
+            raise RuntimeError(
+                f"{len(unused)} of {len(self.sites)} adapters received no gradient: {', '.join(unused[:5])}"
+            )
+
+
+def lora_shape(config: LoraConfig) -> LoraShape | None:
+    """The adapters that a configuration asks for; None without any."""
+    if config.rank == 0:
+        return None
+    targets = None if config.targets == "all-linear" else tuple(config.targets)
+    alpha = float(config.rank) if config.alpha is None else config.alpha
+    return LoraShape(config.rank, alpha, targets, config.experts)
+
+
+def _initial(site: Site, rank: int, init: Init, seed: int) -> Tensor:
+    generator = np.random.Generator(stream(seed, "lora", site.name))
+    size = site.sets or 1, rank, site.inputs
+    if init == "gaussian":
+        drawn = generator.standard_normal(size, np.float32) / rank
+    else:  # PEFT's, kaiming_uniform with a = sqrt(5)
+        drawn = (2 * generator.random(size, np.float32) - 1) * site.inputs**-0.5
+    return torch.from_numpy(drawn.astype(np.float32))
+
+
+def _of_adapted(site: Site, gradient: Tensor) -> Tensor:
+    """Without the rows of projections that share an input with adapted ones, and are not adapted themselves."""
+    kept = torch.zeros_like(gradient)
+    for _, rows in site.spans():
+        kept[:, rows] = gradient[:, rows]
+    return kept
