@@ -103,7 +103,7 @@ def grade(
 def evaluate(
     model: Annotated[
         str,
-        typer.Argument(help="A run folder, a checkpoint, a Hugging Face model folder, `starter` or `starter-math`."),
+        typer.Argument(help="A run, a checkpoint, a Hugging Face or PEFT folder, `starter` or `starter-math`."),
     ],
     data: Annotated[
         list[Path] | None,
@@ -132,6 +132,33 @@ def evaluate(
 
 
 @app.command()
+def mismatch(
+    model: Annotated[
+        str,
+        typer.Argument(help="A run folder, a checkpoint, a Hugging Face model folder, `starter` or `starter-math`."),
+    ],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting: rollout.dtype=bfloat16 asks what if it were that.")
+    ] = None,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences that are sampled, and stay.")] = 64,
+    json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON, and nothing else.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write mismatch.json and a page, mismatch.html, into this folder.")
+    ] = None,
+) -> None:
+    """Explain why sampler and learner disagree on log-probabilities: each cause alone, then one after another.
+
+    Switches from the learner to the sampler one cause at a time (batch composition, kernels, routing, types, ...) on
+    what the next step would sample. For a run, RUN/mismatch.json and a section of RUN/report.html are written too.
+
+    Example: beamline mismatch starter --set rollout.dtype=bfloat16
+    """
+    from beamline.mismatch.measure import explain_mismatch
+
+    explain_mismatch(model, set_ or [], sequences, json, out)
+
+
+@app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
     samples: Annotated[int, typer.Option(help="Responses shown of the first and of the last dump.", min=0)] = 8,
@@ -157,11 +184,17 @@ def config(recipe: Recipe, overrides: Overrides = None) -> None:
 def export(
     model: Annotated[Path, typer.Argument(help="A run folder (its newest checkpoint), or a checkpoint.")],
     out: Annotated[Path, typer.Argument(help="The folder to make; there must be none of that name.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Add adapters to the weights that they belong to.")] = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face model folder: config, tokenizer, safetensors."""
+    """Write a checkpoint as a Hugging Face model folder: config, tokenizer, safetensors.
+
+    Of a run that trains adapters (`policy.lora`) it is a PEFT folder, unless they are merged.
+
+    Example: beamline export runs/quickstart model --merge
+    """
     from beamline.runtime.export import export_model
 
-    export_model(model, out)
+    export_model(model, out, merge)
     Console(soft_wrap=True, emoji=False).print(f"exported to {out}", highlight=False, markup=False)
 
 

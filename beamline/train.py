@@ -18,6 +18,7 @@ from beamline.rollout.grading import Grading
 from beamline.rollout.strategies import Drawn, draw
 from beamline.runtime.determinism import make_deterministic
 from beamline.runtime.divergence import explained_divergence
+from beamline.runtime.engines import check_model
 from beamline.runtime.interrupt import Interrupt
 from beamline.runtime.session import Run, open_run
 
@@ -28,7 +29,8 @@ def train(config: RunConfig) -> dict[str, float]:
     Raises:
         Interrupted: a signal came; the step at hand was finished and saved.
         DivergedError: a loss, a gradient or the weights were not finite; the last checkpoint stands.
-        ModelError, DataError, CheckpointError, ResumeError, SamplingStalledError: the run cannot begin or go on.
+        ModelError, DataError, CheckpointError, ResumeError, SamplingStalledError, RouteError: the run cannot begin or
+            go on.
     """
     make_deterministic(config.runtime.threads)
     with open_run(config) as run, Interrupt() as interrupt, explained_divergence(run):
@@ -79,10 +81,11 @@ def sample_groups(run: Run, step: int) -> Drawn:
         stop_ids=run.chat.stop_ids,
         record_support=rollout.record_support,
     )
+    replayed = check_model(config) if config.policy.r3 else None
     drawn = draw(
         algorithm.sampling,
         config.seed,
-        Job("train", step, (), algorithm.samples_per_prompt, params),
+        Job("train", step, (), algorithm.samples_per_prompt, params, routes_of=replayed),
         algorithm.prompts_per_step,
         take=lambda start, count: run.data.train.take(config.seed, run.problems_drawn + start, count),
         sample_round=partial(sample_round, run),

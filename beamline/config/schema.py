@@ -379,8 +379,11 @@ class RunConfig(Section):
             for key in sorted(lora.model_fields_set - {"rank"}):
                 if getattr(lora, key) != LoraConfig.model_fields[key].default:
                     yield f"policy.lora.{key} has no use without adapters: set policy.lora.rank, or leave it out"
-        elif lora.experts == "none" and lora.targets != "all-linear" and all("expert" in t for t in lora.targets):
-            yield f"policy.lora.experts=none leaves nothing of policy.lora.targets={lora.targets}"
+        elif lora.experts == "none" and (left_out := [t for t in lora.targets if "expert" in t]):
+            yield (
+                f"policy.lora.experts=none leaves out {', '.join(left_out)} of policy.lora.targets: use "
+                "policy.lora.experts=per_expert, or other targets"
+            )
         if policy.dtype == "bfloat16" and lora.rank == 0:
             yield "policy.dtype=bfloat16 is for a frozen model: small updates would be lost; set policy.lora.rank too"
         if policy.dtype == "bfloat16" and policy.parity:

@@ -186,4 +186,4 @@ def rounded_to_8_bits(x: Any) -> Any:
     exponent = bits(max(size, _E4M3_LEAST)) & 0x7F800000  # below the least normal number they lie as far apart as above
     step = from_bits(np.int32(exponent - (3 << 23)))
     nearest = np.float32(np.rint(size / step)) * step
-    return x if x != x else (-nearest if x < _ZERO else nearest)
+    return x if x != x else from_bits(np.int32(bits(nearest) | (bits(x) & -0x80000000)))  # with the sign, of 0 too

@@ -77,6 +77,24 @@ def weigh(scores: Any, chosen: Any, normalize: bool, weights: Any) -> None:
 
 
 @kernel
+def first_fault(routes: Any, experts: int) -> Any:
+    """The first of the choices ``[rows, L, K]`` that no router makes, as (row, layer, k); -1s when all are possible.
+
+    It is an expert that does not exist, or one that its row has chosen in this layer already.
+    """
+    rows, layers, K = routes.shape
+    chosen_in = np.zeros(experts, np.int64)  # by expert: the last row and layer, counted from 1
+    for i in range(rows):
+        for j in range(layers):
+            for k in range(K):
+                e = routes[i, j, k]
+                if e >= experts or chosen_in[e] == i * layers + j + 1:
+                    return i, j, k
+                chosen_in[e] = i * layers + j + 1
+    return -1, -1, -1
+
+
+@kernel
 def sort_by_expert(chosen: Any, ends: Any, order: Any) -> None:
     """Choices ``row * K + k`` in the order of their experts: expert e has ``order[ends[e - 1]:ends[e]]``."""
     K = chosen.shape[1]

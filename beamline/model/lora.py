@@ -67,7 +67,7 @@ class Site:
         """
         if self.sets is None:
             yield None, self.place
-        elif self.sets == 1 and self.experts != 1:
+        elif self.sets == 1:
             yield 0, self.place
         else:
             for expert in range(self.sets):
@@ -86,8 +86,8 @@ def sites(shape: BeamShape, lora: LoraShape) -> tuple[Site, ...]:
     """Where a model has adapters, in layer order.
 
     Raises:
-        ModelError: a target names no linear layer of the model; experts are to be adapted and there are none, or
-            nothing is adapted at all.
+        ModelError: a target names no linear layer of the model, or experts are to be adapted and there are none, or
+            none of their linear layers is a target.
     """
     possible = [site for layer in range(shape.num_hidden_layers) for site in _layer(shape, lora, layer)]
     names = {_kind(site, projection) for site in possible for projection in site.projections}
@@ -101,7 +101,13 @@ def sites(shape: BeamShape, lora: LoraShape) -> tuple[Site, ...]:
             )
     elif lora.experts != "none" and not shape.moe_layers:
         raise ModelError(f"policy.lora.experts={lora.experts} matched nothing: the model has no experts; use none")
-    return tuple(site for site in possible if site.adapted)
+    found = tuple(site for site in possible if site.adapted)
+    if lora.experts == "shared_per_layer" and not any(site.experts for site in found):
+        raise ModelError(
+            f"policy.lora.experts=shared_per_layer has no use: policy.lora.targets={list(lora.targets or [])} names no "
+            "linear layer of experts of the model"
+        )
+    return found
 
 
 def adapter_tensors(shape: BeamShape, lora: LoraShape) -> Iterator[TensorSpec]:

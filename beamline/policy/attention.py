@@ -85,9 +85,15 @@ def packed_attention(
     packing: Packing,
     scaling: float,
     sliding_window: int | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of ``query [1, H, N, d]`` over ``key``, ``value [1, KV, N, d]``; returns ``[1, N, H, d]``."""
+    """Attention of ``query [1, H, N, d]`` over ``key``, ``value [1, KV, N, d]``; returns ``[1, N, H, d]``.
+
+    Raises:
+        RuntimeError: adapters and routes came as far as here, where nobody takes them.
+    """
+    if "brought" in others:
+        raise RuntimeError("no hook took what the pass brought: beamline.policy.model.build makes modules with hooks")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     heads, kv_heads = q.shape[1], k.shape[1]
     results = []

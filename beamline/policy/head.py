@@ -90,7 +90,9 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, target_N, temperature_N = ctx.saved_tensors
-        hidden_grad, weight_grad = torch.empty_like(hidden_ND), torch.zeros_like(weight_VD, dtype=torch.float32)
+        hidden_grad, weight_grad = torch.empty_like(hidden_ND), None
+        if ctx.needs_input_grad[1]:
+            weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32)
         for rows in _chunks(len(hidden_ND), ctx.chunk_rows):
             hidden, weight = hidden_ND[rows].float(), weight_VD.float()
             capped = soft_cap(hidden @ weight.T, ctx.cap)
@@ -101,8 +103,10 @@ class _Head(torch.autograd.Function):
             if ctx.cap is not None:
                 grad.mul_(1 - (capped / ctx.cap).square_())
             hidden_grad[rows] = grad @ weight
-            weight_grad += grad.T @ hidden
-        return hidden_grad, weight_grad.to(weight_VD.dtype), None, None, None, None, None
+            if weight_grad is not None:
+                weight_grad += grad.T @ hidden
+        weight_grad = None if weight_grad is None else weight_grad.to(weight_VD.dtype)
+        return hidden_grad, weight_grad, None, None, None, None, None
 
 
 def _restricted(logits: Tensor, support: Support, rows: slice) -> Tensor:

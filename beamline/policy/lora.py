@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from beamline.config.schema import LoraConfig
 from beamline.model.beam import BeamShape, ModelError
 from beamline.model.lora import LoraShape, Site, sites
+from beamline.policy.dropout import Dropout
+from beamline.policy.grouped import grouped_product
 from beamline.records.random import stream
 
 Init = Literal["kaiming", "gaussian"]
@@ -18,14 +20,29 @@ Init = Literal["kaiming", "gaussian"]
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What linears that read one input add: ``scale * B A x``, with a set of matrices for each expert or one set.
+    """What the linears of a site add: ``scale * B A x``, with a set of matrices for each expert or one set.
 
-    ``a`` is ``[sets, rank, in]`` and ``b`` ``[sets, out, rank]``, where out stacks the projections.
+    ``a`` is ``[sets, rank, in]`` and ``b`` ``[sets, out, rank]``, where out stacks the projections. ``dropout`` says
+    which parts of x are left out; None = none.
     """
 
+    site: Site
     a: Tensor
     b: Tensor
     scale: float
+    dropout: Dropout | None = None
+
+    def added(self, rows: Tensor, ends: Tensor | None = None, order: Tensor | None = None, choices: int = 1) -> Tensor:
+        """What is added for inputs ``[R, in]``: ``[R, out]``, in their type, by operations of torch.
+
+        Of experts, ``ends`` says where the rows of each one end (int32), and row p is choice ``order[p]`` of all
+        tokens' choices, ``token * choices + choice``.
+        """
+        if self.dropout is not None:
+            factors = self.dropout.factors(self.site.name, rows.shape[1], choices).to(rows)
+            rows = rows * (factors if order is None else factors[order])
+        a, b = (matrices.to(rows.dtype).transpose(1, 2) for matrices in (self.a, self.b))
+        return grouped_product(grouped_product(rows, a, ends) * self.scale, b, ends)
 
 
 class Adapters(nn.Module):
@@ -44,15 +61,17 @@ class Adapters(nn.Module):
             raise ModelError(f"policy.lora matched no linear layer (experts={lora.experts}, targets={lora.targets})")
         self.a = nn.ParameterList([_initial(site, lora.rank, init, seed) for site in self.sites])
         self.b = nn.ParameterList([torch.zeros(site.sets or 1, site.rows, lora.rank) for site in self.sites])
-        self._index = {site.name: index for index, site in enumerate(self.sites)}
+        self._index = {f"{site.place}.{p}": index for index, site in enumerate(self.sites) for p in site.projections}
         for site, b in zip(self.sites, self.b, strict=True):
             if site.adapted != site.projections:
                 b.register_hook(lambda gradient, site=site: _of_adapted(site, gradient))
 
-    def at(self, place: str, projection: str) -> Adapter | None:
-        """The adapter of the linears under a place of which this projection is the first; None if there is none."""
+    def at(self, place: str, projection: str, dropout: Dropout | None = None) -> Adapter | None:
+        """The adapter of the linears that read the input of this one; None if there is none."""
         index = self._index.get(f"{place}.{projection}")
-        return None if index is None else Adapter(self.a[index], self.b[index], self.lora.scale)
+        if index is None:
+            return None
+        return Adapter(self.sites[index], self.a[index], self.b[index], self.lora.scale, dropout)
 
     def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Views of a tensor shaped like the parameter ``name``, under the names of :func:`adapter_tensors`."""
@@ -68,19 +87,13 @@ class Adapters(nn.Module):
 
     def merge_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Add ``scale * B A`` to the weights of a model, given as views under their checkpoint names."""
-        for _, weight, delta in self.deltas(tensors):
-            weight.copy_(weight.float() + delta)
+        for name, delta in self.deltas():
+            tensors[name].copy_(tensors[name].float() + delta)
 
-    def deltas(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """For each adapted weight its name, the weight among ``tensors``, and what its adapter adds, in float32."""
-        for site, a, b in zip(self.sites, self.a, self.b, strict=True):
-            for expert in range(site.experts or 1):
-                place = site.place if site.experts is None else f"{site.place}.{expert}"
-                index = 0 if site.sets in (None, 1) else expert
-                delta = self.lora.scale * (b[index].detach() @ a[index].detach())
-                for projection, rows in site.spans():
-                    name = f"{place}.{projection}.weight"
-                    yield name, tensors[name], delta[rows]
+    def deltas(self) -> Iterator[tuple[str, Tensor]]:
+        """The name of each adapted weight, and what its adapter adds to it."""
+        for name, index, at, rows in self._weights():
+            yield name, self.lora.scale * (self.b[index][at, rows].detach() @ self.a[index][at].detach())
 
     def check_bound(self, tensors: Mapping[str, Tensor]) -> int:
         """How many weights of a model the adapters act on.
@@ -88,12 +101,7 @@ class Adapters(nn.Module):
         Raises:
             ModelError: a weight that is to be adapted is not there, or has another shape.
         """
-        wanted = [
-            (f"{place}.{projection}.weight", (rows.stop - rows.start, site.inputs))
-            for site in self.sites
-            for place in ([site.place] if site.experts is None else [f"{site.place}.{e}" for e in range(site.experts)])
-            for projection, rows in site.spans()
-        ]
+        wanted = [(name, (rows.stop - rows.start, self.sites[i].inputs)) for name, i, _, rows in self._weights()]
         unmatched = [name for name, size in wanted if name not in tensors or tuple(tensors[name].shape) != size]
         if unmatched:
             raise ModelError(
@@ -101,13 +109,22 @@ class Adapters(nn.Module):
             )
         return len(wanted)
 
+    def _weights(self) -> Iterator[tuple[str, int, int, slice]]:
+        """Each adapted weight: its name, the index of its site, its set of matrices there, and its rows of B."""
+        for index, site in enumerate(self.sites):
+            for expert in range(site.experts or 1):
+                place = site.place if site.experts is None else f"{site.place}.{expert}"
+                at = 0 if site.sets in (None, 1) else expert
+                yield from ((f"{place}.{projection}.weight", index, at, rows) for projection, rows in site.spans())
+
     def check_gradients(self) -> None:
         """Raise unless the last backward pass reached every adapter.
 
         Raises:
             RuntimeError: the learner did not use some of them, so that they would never be trained.
         """
-        unused = [site.name for site, a, b in zip(self.sites, self.a, self.b, strict=True) if a.grad is b.grad is None]
+        pairs = zip(self.sites, self.a, self.b, strict=True)
+        unused = [site.name for site, a, b in pairs if a.grad is None or b.grad is None]
         if unused:
             raise RuntimeError(
                 f"{len(unused)} of {len(self.sites)} adapters received no gradient: {', '.join(unused[:5])}"

@@ -15,7 +15,9 @@ from transformers import BeamConfig, BeamForCausalLM
 from beamline.checkpoint import CheckpointError, ShardReader
 from beamline.model.beam import BeamShape, ModelError, tensors
 from beamline.model.layout import DType, TensorSlice
-from beamline.policy import attention
+from beamline.policy import attention, hooks
+from beamline.policy.dropout import Dropout
+from beamline.policy.hooks import Brought
 from beamline.policy.lora import Adapters
 from beamline.policy.weights import DTYPE_NAMES, TORCH_DTYPES, named_tensors
 
@@ -24,15 +26,21 @@ _SINGLE = "model.safetensors"
 
 
 def build(config: BeamConfig, dtype: DType) -> nn.Module:
-    """A Beam module with packed attention, in ``dtype`` but for the router, which stays float32."""
+    """A Beam module for :func:`hidden_states`, in ``dtype`` but for the router, which stays float32."""
     # The type is given, because the configuration's own is that of the file, and would be the router's too.
     module = cast(
         nn.Module,
-        BeamForCausalLM._from_config(config, dtype=TORCH_DTYPES[dtype], attn_implementation=attention.NAME),
+        BeamForCausalLM._from_config(
+            config,
+            dtype=TORCH_DTYPES[dtype],
+            attn_implementation=attention.NAME,
+            experts_implementation=hooks.EXPERTS,
+        ),
     )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if ".mlp.gate." in name:
             tensor.data = tensor.data.float()
+    hooks.install(module)
     return module
 
 
@@ -99,11 +107,15 @@ def hidden_states(
     packing: attention.Packing,
     adapters: Adapters | None = None,
     routes_NLK: NDArray[np.unsignedinteger] | None = None,
+    dropout: Dropout | None = None,
 ) -> Tensor:
     """Last hidden states ``[N, D]`` (after the final norm) of packed sequences.
 
     With ``adapters`` they are those of the module with adapters on it. ``routes_NLK`` are the experts that each row
-    goes to in each MoE layer, in place of those that the routers would choose.
+    goes to in each MoE layer, in place of those that the routers would choose. ``dropout`` is that of the adapters.
+
+    Raises:
+        RuntimeError: the module did not use them: it was not made by :func:`build`, or transformers has changed.
     """
     output = cast(Any, module).model(
         input_ids=input_ids_N[None],
@@ -112,6 +124,7 @@ def hidden_states(
         attention_mask={"full_attention": None, "sliding_attention": None},
         use_cache=False,
         packing=packing,
+        brought=Brought(adapters, dropout, routes_NLK),
     )
     return cast(Tensor, output.last_hidden_state.squeeze(0))
 

@@ -62,7 +62,8 @@ def pack(experiences: Sequence[Experience]) -> Batch:
     """Pack sequences end to end, in the order given.
 
     Raises:
-        ValueError: nothing to pack, a sequence of fewer than two tokens, or routes in only some of the sequences.
+        ValueError: nothing to pack, a sequence of fewer than two tokens, routes in only some of the sequences, or
+            routes that are not of a sequence's rows.
     """
     if not experiences:
         raise ValueError("pack: no sequence was given")
@@ -70,9 +71,6 @@ def pack(experiences: Sequence[Experience]) -> Batch:
     for rollout in rollouts:
         if len(rollout.token_ids) < 2:
             raise ValueError(f"pack: {rollout.key} has {len(rollout.token_ids)} tokens; at least 2 give a row")
-    with_routes = [rollout.routes for rollout in rollouts if rollout.routes is not None]
-    if with_routes and len(with_routes) != len(rollouts):
-        raise ValueError(f"pack: {len(with_routes)} of {len(rollouts)} sequences have routes; all or none must")
     rows_B = np.array([experience.rows for experience in experiences])
     masks = [e.rollout.policy_mask[1:] & e.trained for e in experiences]
     return Batch(
@@ -84,9 +82,23 @@ def pack(experiences: Sequence[Experience]) -> Batch:
         advantages_N=np.repeat(np.array([e.advantage for e in experiences], dtype=np.float32), rows_B),
         sampler_logprobs_N=np.concatenate([r.logprobs[1:] for r in rollouts]),
         temperature_B=np.array([r.temperature for r in rollouts], dtype=np.float32),
-        routes_NLK=np.concatenate(with_routes) if with_routes else None,
+        routes_NLK=_routes(experiences),
         support_N=_support(rollouts),
     )
+
+
+def _routes(experiences: Sequence[Experience]) -> NDArray[np.unsignedinteger] | None:
+    """Those of every row, or None where no sequence has any. A wrong length would shift those of later sequences."""
+    found = [e.rollout.routes for e in experiences if e.rollout.routes is not None]
+    if not found:
+        return None
+    if len(found) < len(experiences):
+        raise ValueError(f"pack: {len(found)} of {len(experiences)} sequences have routes; all or none must")
+    for experience, routes in zip(experiences, found, strict=True):
+        wanted = experience.rows, *found[0].shape[1:]
+        if routes.shape != wanted:
+            raise ValueError(f"pack: {experience.rollout.key} has routes of shape {routes.shape}, expected {wanted}")
+    return np.concatenate(found)
 
 
 def _support(rollouts: Sequence[Rollout]) -> Support | None:

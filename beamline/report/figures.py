@@ -28,6 +28,14 @@ _AXIS: dict[str, Any] = {
 
 _OPTIONAL = {"correction", "divergence"}  # plots that some runs have nothing for
 
+LOOK: dict[str, Any] = {
+    "font": {"family": "system-ui, sans-serif", "size": 12, "color": "var(--ink)"},
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+    "hoverlabel": {"bgcolor": "var(--card)", "bordercolor": "var(--edge)", "font": {"color": "var(--ink)"}},
+}
+"""The part of a layout that is the same in all plots."""
+
 _SPIKE = {"spikecolor": "var(--quiet)", "spikethickness": -1, "spikedash": "solid"}  # -1: without a white outline
 
 
@@ -112,7 +120,7 @@ def _response_length(lines: Lines) -> Figure:
     traces += _line(lines, "train/response_tokens_mean", "mean", _COLORS[0], ".1f")
     traces += _line(lines, "train/truncated_share", "truncated", _COLORS[5], ".2%", yaxis="y2")
     layout = _layout("tokens", rangemode="tozero", domain=[0.38, 1])
-    layout["yaxis2"] = _axis("truncated", ".2~%", rangemode="tozero", domain=[0, 0.24], nticks=3)
+    layout["yaxis2"] = axis("truncated", ".2~%", rangemode="tozero", domain=[0, 0.24], nticks=3)
     layout["xaxis"]["anchor"] = "y2"
     layout["hoversubplots"] = "axis"  # one label for both panels
     note = "Tokens that the policy chose in a response, and the share of responses cut at the limit."
@@ -278,17 +286,15 @@ def _bar(bins: Sequence[Lines], seconds: list[float], name: str, color: str) -> 
     }
 
 
-def _axis(title: str, tickformat: str = "", **options: Any) -> dict[str, Any]:
+def axis(title: str, tickformat: str = "", **options: Any) -> dict[str, Any]:
+    """An axis of a layout as all plots have it; ``options`` are plotly's."""
     return _AXIS | {"title": _AXIS["title"] | {"text": title}, "tickformat": tickformat} | options
 
 
 def _layout(y_title: str, tickformat: str = "", legend: bool = True, **y_options: Any) -> dict[str, Any]:
-    return {
-        "xaxis": _axis("step", showgrid=False, unifiedhovertitle={"text": "step %{x}"}) | _SPIKE,
-        "yaxis": _axis(y_title, tickformat, **y_options),
-        "font": {"family": "system-ui, sans-serif", "size": 12, "color": "var(--ink)"},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
+    return LOOK | {
+        "xaxis": axis("step", showgrid=False, unifiedhovertitle={"text": "step %{x}"}) | _SPIKE,
+        "yaxis": axis(y_title, tickformat, **y_options),
         "margin": {"l": 56, "r": 12, "t": 36 if legend else 16, "b": 44},
         "showlegend": legend,
         "legend": {
@@ -300,5 +306,4 @@ def _layout(y_title: str, tickformat: str = "", legend: bool = True, **y_options
             "traceorder": "normal",
         },
         "hovermode": "x unified",
-        "hoverlabel": {"bgcolor": "var(--card)", "bordercolor": "var(--edge)", "font": {"color": "var(--ink)"}},
     }

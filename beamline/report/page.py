@@ -10,8 +10,16 @@ from plotly.offline import get_plotlyjs
 
 from beamline.checkpoint.files import write_atomic
 from beamline.data.wording import bare
-from beamline.report.figures import figures
+from beamline.report.figures import Figure, figures
 from beamline.report.metrics import DamagedFileError, read_metrics
+from beamline.report.mismatch import (
+    Mismatch,
+    conclusion,
+    mismatch_figures,
+    mismatch_headlines,
+    number,
+    read_mismatch,
+)
 from beamline.report.problems import read_results
 from beamline.report.rollouts import find_rollouts, read_rollouts
 from beamline.report.summary import Sample, cautions, choose_samples, headlines
@@ -23,7 +31,7 @@ _ENVIRONMENT = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.filters["bare"] = bare
+_ENVIRONMENT.filters |= {"bare": bare, "difference": number}
 _MOST_PROBLEMS = 500  # of a set that are listed
 
 
@@ -60,6 +68,7 @@ def _render(run: Path, samples: int) -> str:
     config_text = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
     settings = _settings(config, config_text)
     plots = figures(lines) if lines else []
+    explained = _explained(read_mismatch(run))
     return _ENVIRONMENT.get_template("report.html.j2").render(
         name=settings.get("name", run.resolve().name),
         model=settings.get("model", {}).get("path", ""),
@@ -67,13 +76,41 @@ def _render(run: Path, samples: int) -> str:
         headlines=headlines(lines, settings.get("steps")) if lines else [],
         cautions=cautions(lines) if lines else [],
         figures=plots,
-        figure_data=[asdict(plot) for plot in plots if plot.traces],
+        figure_data=_drawn([*plots, *explained["mismatch_figures"]]),
         evaluations=read_results(run),
         most_problems=_MOST_PROBLEMS,
         dumps=_dumps(run, samples),
         config=config_text,
         plotly=get_plotlyjs(),
+        **explained,
     )
+
+
+def write_mismatch_page(folder: Path, found: Mismatch) -> Path:
+    """Write ``mismatch.html`` into a folder, a page of its own with what was found, and return its path."""
+    path, explained = folder / "mismatch.html", _explained(found)
+    page = _ENVIRONMENT.get_template("mismatch.html.j2").render(
+        name=found.model,
+        figure_data=_drawn(explained["mismatch_figures"]),
+        plotly=get_plotlyjs(),
+        **explained,
+    )
+    write_atomic(path, [page.encode()])
+    return path
+
+
+def _explained(found: Mismatch | None) -> dict[str, Any]:
+    """What the template of the section takes."""
+    return {
+        "mismatch": found,
+        "mismatch_conclusion": conclusion(found) if found else "",
+        "mismatch_headlines": mismatch_headlines(found) if found else [],
+        "mismatch_figures": mismatch_figures(found) if found else [],
+    }
+
+
+def _drawn(plots: list[Figure]) -> list[dict[str, Any]]:
+    return [asdict(plot) for plot in plots if plot.traces]
 
 
 def _settings(path: Path, text: str) -> dict[str, Any]:

@@ -9,7 +9,9 @@ import numpy as np
 
 from beamline.chat import BeamChat
 from beamline.errors import BeamlineError
+from beamline.model.beam import BeamShape
 from beamline.records import Completion, Group, Key, Problem, Request, Rollout, SamplingParams, Split, Support, Turn
+from beamline.rollout.routes import check_routes
 from beamline.rollout.sampler import Sampler
 
 _POLL_SECONDS = 0.2
@@ -34,7 +36,8 @@ class Cutoff:
 class Job:
     """Samples to draw: ``samples`` of each problem, under keys of one split, step and attempt.
 
-    ``params`` are those of a whole response. With a ``cutoff`` not all groups are drawn to their end.
+    ``params`` are those of a whole response. With a ``cutoff`` not all groups are drawn to their end. ``routes_of`` is
+    the model whose routes every completion has to come with; None where nothing looks at them.
     """
 
     split: Split
@@ -44,6 +47,7 @@ class Job:
     params: SamplingParams
     attempt: int = 0
     cutoff: Cutoff | None = None
+    routes_of: BeamShape | None = None
 
     @property
     def size(self) -> int:
@@ -84,9 +88,10 @@ def sample(sampler: Sampler, job: Job, chat: BeamChat, deadline: float, *on_fini
 
     Raises:
         SamplingStalledError: nothing finished for ``deadline`` seconds.
+        RouteError: a completion came without the routes that the job asks for.
     """
     asked = requests(job, chat)
-    done = _complete(sampler, [request for group in asked for request in group], deadline, *on_finish)
+    done = _complete(sampler, job, [request for group in asked for request in group], deadline, *on_finish)
     return _groups(zip(job.problems, asked, strict=True), done)
 
 
@@ -104,6 +109,7 @@ def sample_until(
 
     Raises:
         SamplingStalledError: nothing finished for ``deadline`` seconds.
+        RouteError: a completion came without the routes that the job asks for.
     """
     if job.cutoff is None:
         return Sampled(sample(sampler, job, chat, deadline, on_keep, on_end))
@@ -114,7 +120,7 @@ def sample_until(
 
     asked = requests(job, chat)
     parts = [_first_part(request, tokens) for group in asked for request in group]
-    done = _complete(sampler, parts, deadline, lambda part: on_end(part) if is_whole(part) else None)
+    done = _complete(sampler, job, parts, deadline, lambda part: on_end(part) if is_whole(part) else None)
     unfinished = [sum(not is_whole(done[request.key]) for request in group) for group in asked]
     order = sorted(range(len(asked)), key=lambda i: (unfinished[i], i))
     kept, dropped = sorted(order[: job.cutoff.groups]), order[job.cutoff.groups :]
@@ -134,7 +140,7 @@ def sample_until(
             on_keep(done[request.key])
         else:
             going_on.append(_rest(request, done[request.key]))
-    _complete(sampler, going_on, deadline, finish)
+    _complete(sampler, job, going_on, deadline, finish)
     return Sampled(
         groups=_groups([(job.problems[i], asked[i]) for i in kept], done),
         groups_left_out=len(dropped),
@@ -180,17 +186,20 @@ def joined(begin: Completion, rest: Completion) -> Completion:
 
 
 def _complete(
-    sampler: Sampler, asked: Sequence[Request], deadline: float, *on_finish: Observer
+    sampler: Sampler, job: Job, asked: Sequence[Request], deadline: float, *on_finish: Observer
 ) -> dict[Key, Completion]:
-    """Have requests completed, and each completion observed as it comes."""
+    """Have a job's requests completed, and each completion checked and then observed as it comes."""
     sampler.submit(asked)
     done: dict[Key, Completion] = {}
-    wanted = {request.key for request in asked}
+    wanted = {request.key: len(request.prefix_ids) for request in asked}
     last = time.monotonic()
     while len(done) < len(wanted):
         for completion in sampler.poll(_POLL_SECONDS):
             if completion.key not in wanted or completion.finish == "abort":
                 raise SamplingStalledError(f"the sampler gave up or was not asked for {completion.key}")
+            if job.routes_of is not None:
+                tokens = wanted[completion.key] + len(completion.token_ids)
+                check_routes(completion.key, completion.routes, tokens, job.routes_of)
             done[completion.key] = completion
             last = time.monotonic()
             for observe in on_finish:

@@ -1,5 +1,6 @@
 """Building the model, the two engines and their channel for a run, all in this process."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -76,11 +77,38 @@ def load_module(config: RunConfig) -> nn.Module:
     return model.load(model_folder(config), config.policy.dtype)
 
 
+def base_fingerprint(config: RunConfig) -> str:
+    """A hash of the weights in the model's folder where a checkpoint does not hold what a run needs of them.
+
+    They are frozen under adapters, or the reference of a KL penalty; else it is empty.
+    """
+    if config.algorithm.kl.place == "none" and config.policy.lora.rank == 0:
+        return ""
+    digest = hashlib.sha256()
+    for path in sorted(model_folder(config).glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def check_base(config: RunConfig, trained_on: str, adapter: Path) -> None:
+    """Hold the weights in a model's folder against the fingerprint of those beside which adapters were trained.
+
+    Raises:
+        ModelError: they are others.
+    """
+    if base_fingerprint(config) != trained_on:
+        raise ModelError(
+            f"{adapter} was trained beside other weights than those in {model_folder(config)} now, "
+            "for which it has no meaning: put the old weights back"
+        )
+
+
 def load_adapters(config: RunConfig) -> Adapters | None:
     """The adapters that a run trains, as it begins; None where it trains every weight.
 
     Raises:
-        ModelError: they match no linear layer, or the adapter to begin from does not fit.
+        ModelError: they match no linear layer, or the adapter to begin from does not fit or is of another base.
     """
     settings = config.policy.lora
     lora = lora_shape(settings)
@@ -88,7 +116,11 @@ def load_adapters(config: RunConfig) -> Adapters | None:
         return None
     adapters = Adapters(check_model(config), lora, settings.init, config.seed)
     if settings.adapter_path is not None:
-        peft.load(adapters, settings.adapter_path.expanduser())
+        folder = settings.adapter_path.expanduser()
+        peft.load(adapters, folder)
+        trained_on = peft.describe(folder).base_sha256
+        if trained_on:  # of an adapter that was made elsewhere it is not known
+            check_base(config, trained_on, folder)
     return adapters
 
 

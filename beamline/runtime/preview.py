@@ -8,10 +8,12 @@ from beamline.config import differences
 from beamline.config.algorithm import AlgorithmConfig, DynamicSampling, OverSampling
 from beamline.config.schema import RunConfig
 from beamline.data import ProblemSet
-from beamline.model.beam import tensors
+from beamline.model.beam import BeamShape, tensors
+from beamline.model.lora import adapter_tensors, sites
+from beamline.policy.lora import lora_shape
 from beamline.runtime.data import Data, left_out, load_data
-from beamline.runtime.engines import check_model, load_chat, load_module, positions
-from beamline.runtime.resume import base_fingerprint, resume_from
+from beamline.runtime.engines import base_fingerprint, check_model, load_adapters, load_chat, load_module, positions
+from beamline.runtime.resume import resume_from
 from beamline.runtime.session import open_from
 
 
@@ -27,6 +29,7 @@ def preview(config: RunConfig) -> str:
     if checkpoint is not None:
         open_from(config, data, base_fingerprint(config), checkpoint)
     load_module(config)
+    load_adapters(config)
     algorithm = config.algorithm
     parameters = sum(prod(spec.shape) for spec in tensors(shape))
     samples = algorithm.prompts_per_step * algorithm.samples_per_prompt
@@ -39,16 +42,31 @@ def preview(config: RunConfig) -> str:
         f"steps       {config.steps}, each {algorithm.prompts_per_step} problems x {algorithm.samples_per_prompt} "
         f"samples = {samples} responses and {per_step} update{'s' if per_step > 1 else ''}",
         f"sequences   up to {positions(config)} tokens, {config.rollout.slots} at a time",
-        _algorithm_line(algorithm),
+        _trained_line(config, shape),
+        _algorithm_line(config),
         *_settings_line(config),
         *_data_lines(data, config),
     ]
     return "\n".join(lines)
 
 
-def _algorithm_line(algorithm: AlgorithmConfig) -> str:
+def _trained_line(config: RunConfig, shape: BeamShape) -> str:
+    lora, replay = lora_shape(config.policy.lora), ", with the sampler's experts" if config.policy.r3 else ""
+    if lora is None:
+        return f"trained     every weight{replay}"
+    size = sum(prod(spec.shape) for spec in adapter_tensors(shape, lora))
+    linears = sum(len(site.adapted) * (site.experts or 1) for site in sites(shape, lora))
+    return (
+        f"trained     adapters of rank {lora.rank} (alpha {lora.alpha:g}) on {linears:,} linear layers: {size:,} "
+        f"parameters{replay}"
+    )
+
+
+def _algorithm_line(config: RunConfig) -> str:
+    algorithm, adapted = config.algorithm, config.policy.lora.rank > 0
     place, (least, most) = algorithm.kl.place, _draws(algorithm)
-    reference = "no KL penalty" if place == "none" else f"KL penalty in the {place}, so a second model in memory"
+    held = "held to the model without its adapters" if adapted else "so a second model in memory"
+    reference = "no KL penalty" if place == "none" else f"KL penalty in the {place}, {held}"
     draws = f"{least}" if least == most else f"{least} to {most}"
     return (
         f"algorithm   advantage {algorithm.advantage.name}, loss {algorithm.loss.name} ({algorithm.aggregation}), "
@@ -57,8 +75,9 @@ def _algorithm_line(algorithm: AlgorithmConfig) -> str:
 
 
 def _settings_line(config: RunConfig) -> list[str]:
-    """What the recipe says of the algorithm, and of how its samples are drawn, that is not the default."""
-    shown = ("algorithm.", "rollout.temperature", "rollout.top_", "rollout.min_", "rollout.record_", "data.order")
+    """What the recipe says of policy and algorithm, and of how samples are drawn, that is not the default."""
+    drawing = ("temperature", "top_", "min_", "record_", "dtype", "kv_dtype", "head_dtype")
+    shown = ("policy.", "algorithm.", "data.order", *(f"rollout.{key}" for key in drawing))
     changed = differences(RunConfig(), config)
     values = {key: new for key, _, new in changed if key.startswith(shown) and new is not None}
     settings = [f"{key}={new if isinstance(new, str) else json.dumps(new)}" for key, new in values.items()]

@@ -25,7 +25,6 @@ from beamline.errors import BeamlineError
 from beamline.report import find_evaluations, read_metrics, truncate_after
 from beamline.report.rollouts import find_rollouts, step_of
 from beamline.runtime.determinism import cpu_family
-from beamline.runtime.engines import model_folder
 
 # Settings that a resumed run may change: they do not shape what any one step does. (Threads belong to the machine.)
 _FREE = (
@@ -201,20 +200,6 @@ def _remove_dumps(output: Path, after: int) -> None:
     for step, folder in find_evaluations(output):
         if step > after:
             shutil.rmtree(folder)
-
-
-def base_fingerprint(config: RunConfig) -> str:
-    """A hash of the weights in the model's folder where a checkpoint does not hold what a run needs of them.
-
-    They are frozen under adapters, or the reference of a KL penalty; else it is empty.
-    """
-    if config.algorithm.kl.place == "none" and config.policy.lora.rank == 0:
-        return ""
-    digest = hashlib.sha256()
-    for path in sorted(model_folder(config).glob("*.safetensors")):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
 
 
 def check_same(config: RunConfig, problems: Mapping[str, str], base: str, saved: RunState) -> None:

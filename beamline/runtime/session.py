@@ -15,12 +15,11 @@ from beamline.report import MetricsWriter, rollouts_path, write_report, write_ro
 from beamline.rollout.rows import rows
 from beamline.runtime.console import RunConsole
 from beamline.runtime.data import Data, load_data, write_data_report
-from beamline.runtime.engines import Engines, build, load_chat
+from beamline.runtime.engines import Engines, base_fingerprint, build, load_chat
 from beamline.runtime.export import export
 from beamline.runtime.resume import (
     ResumeError,
     alone_in,
-    base_fingerprint,
     check_same,
     clear_unsaved,
     environment,

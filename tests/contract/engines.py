@@ -3,13 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
+import torch
 from torch import nn
 
-from beamline.config.schema import LearnerConfig, OptimizerConfig, PolicyConfig
+from beamline.config.schema import LearnerConfig, LoraConfig, OptimizerConfig, PolicyConfig
 from beamline.learner.learner import Learner
 from beamline.learner.torch import TorchLearner
+from beamline.model.beam import BeamShape
+from beamline.model.lora import LoraShape
+from beamline.policy.lora import Adapters
 from beamline.policy.weights import module_layout, named_tensors
 from beamline.rollout.local import LocalSampler, Numerics
 from beamline.rollout.sampler import Sampler
@@ -46,14 +50,30 @@ class SamplerFactory(Protocol):
 
 class LearnerFactory(Protocol):
     def __call__(
-        self, module: nn.Module, micro_batch_tokens: int = ..., *, reference: nn.Module | None = ..., **optimizer: Any
+        self,
+        module: nn.Module,
+        micro_batch_tokens: int = ...,
+        *,
+        reference: nn.Module | None = ...,
+        lora: LoraShape | None = ...,
+        b: float = ...,
+        dropout: float = ...,
+        r3: bool = ...,
+        recompute: bool = ...,
+        **optimizer: Any,
     ) -> Learner[Any]:
-        """A learner that starts from a module's weights; ``optimizer`` are fields of OptimizerConfig."""
+        """A learner that starts from a module's weights; ``optimizer`` are fields of OptimizerConfig.
+
+        With ``lora`` it trains adapters, whose B begin as random numbers of the deviation ``b``. ``r3`` replays routes,
+        and ``recompute`` is activation checkpointing.
+        """
 
 
 class PairFactory(Protocol):
-    def __call__(self, module: nn.Module, **optimizer: Any) -> PairBench:
-        """A learner that starts from a module's weights, and a sampler without any."""
+    def __call__(
+        self, module: nn.Module, *, lora: LoraShape | None = ..., b: float = ..., r3: bool = ..., **optimizer: Any
+    ) -> PairBench:
+        """A learner that starts from a module's weights, and a sampler without any, or without adapters only."""
 
 
 def local_sampler(weights: nn.Module | None, slots: int = 4, seed: int = 0, threads: int = 1) -> SamplerBench:
@@ -70,24 +90,52 @@ def local_sampler(weights: nn.Module | None, slots: int = 4, seed: int = 0, thre
     return SamplerBench(sampler, give)
 
 
+@torch.no_grad()
+def adapters_for(module: nn.Module, lora: LoraShape, b: float = 0.0) -> Adapters:
+    """New adapters of a module; equal arguments give equal adapters."""
+    adapters = Adapters(BeamShape.from_config(cast(Any, module).config.to_dict()), lora, "kaiming", seed=0)
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in named_tensors(adapters).items():
+        if ".lora_B." in name:
+            tensor.copy_(b * torch.randn(tensor.shape, generator=generator))
+    return adapters
+
+
 def torch_learner(
     module: nn.Module,
     micro_batch_tokens: int = 4096,
     channel: LocalChannel | None = None,
     parity: bool = True,
     reference: nn.Module | None = None,
+    lora: LoraShape | None = None,
+    b: float = 0.0,
+    dropout: float = 0.0,
+    r3: bool = False,
+    recompute: bool = False,
     **optimizer: Any,
 ) -> TorchLearner:
     config = LearnerConfig(micro_batch_tokens=micro_batch_tokens, optimizer=OptimizerConfig(**optimizer))
-    policy = PolicyConfig(head_chunk_rows=16, parity=parity)
-    return TorchLearner(module, policy, config, channel or LocalChannel(), reference=reference)
+    policy = PolicyConfig(
+        head_chunk_rows=16,
+        parity=parity,
+        lora=LoraConfig(dropout=dropout),
+        r3=r3,
+        activation_checkpointing=recompute,
+    )
+    adapters = None if lora is None else adapters_for(module, lora, b)
+    return TorchLearner(module, policy, config, channel or LocalChannel(), adapters, reference)
 
 
-def torch_local(module: nn.Module, **optimizer: Any) -> PairBench:
+def torch_local(module: nn.Module, *, lora: LoraShape | None = None, **settings: Any) -> PairBench:
     channel = LocalChannel()
-    learner = torch_learner(module, channel=channel, **optimizer)
-    sampler = LocalSampler(beam_shape(), Numerics(), THETA, 4, CONTEXT, 0, channel)
-    moves = plan(learner.layout("full"), sampler.layout("full"))
+    learner = torch_learner(module, channel=channel, lora=lora, **settings)
+    shape = BeamShape.from_config(cast(Any, module).config.to_dict())
+    sampler = LocalSampler(shape, Numerics(), THETA, 4, CONTEXT, 0, channel, lora=lora)
+    if lora is not None:
+        base = plan(learner.layout("full"), sampler.layout("full"))
+        learner.send(base)
+        sampler.receive(base, 0, unfinished="abort")
+    moves = plan(learner.layout(learner.kind), sampler.layout(learner.kind))
 
     def sync(version: int) -> None:
         learner.send(moves)

@@ -1,6 +1,6 @@
 """Sequences for a learner, and what can be read off it, for the tests of its contract."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import BeamForCausalLM
 
 from beamline.algorithms.loss import LossConfig
@@ -113,22 +114,27 @@ def updated_gradient(
     return gradient(before, weights(learner)), stats
 
 
-def written_gradient(
-    plain: BeamForCausalLM, sequences: Sequence[Experience], denominator: int
-) -> tuple[dict[str, NDArray[np.float64]], float]:
-    """Gradient and value of the loss at a ratio of 1, sequence by sequence, by the Hugging Face module."""
+def written_loss(logits_of: Callable[[Tensor], Tensor], sequences: Sequence[Experience], denominator: int) -> Tensor:
+    """The loss at a ratio of 1, sequence by sequence, from logits ``[S - 1, V]`` of token ids ``[S - 1]``."""
     loss = torch.zeros(())
     for sequence in sequences:
         rollout = sequence.rollout
         ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
-        logits = plain(ids[None, :-1], use_cache=False).logits[0] / rollout.temperature
-        logprobs = logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+        logprobs = (logits_of(ids[:-1]) / rollout.temperature).log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
         chosen = logprobs[torch.from_numpy(rollout.policy_mask[1:])]
         loss = loss - ((chosen - chosen.detach()).exp() * sequence.advantage).sum() / denominator
+    return loss
+
+
+def written_gradient(
+    plain: BeamForCausalLM, sequences: Sequence[Experience], denominator: int
+) -> tuple[dict[str, NDArray[np.float64]], float]:
+    """Gradient and value of that loss by the Hugging Face module."""
+    loss = written_loss(lambda ids: plain(ids[None], use_cache=False).logits[0], sequences, denominator)
     return named_gradients(plain, loss), loss.item()
 
 
-def named_gradients(plain: BeamForCausalLM, loss: torch.Tensor) -> dict[str, NDArray[np.float64]]:
+def named_gradients(plain: BeamForCausalLM, loss: Tensor) -> dict[str, NDArray[np.float64]]:
     """The gradient of a loss, under checkpoint names."""
     plain.zero_grad()
     loss.backward()
@@ -139,7 +145,7 @@ def named_gradients(plain: BeamForCausalLM, loss: torch.Tensor) -> dict[str, NDA
     }
 
 
-def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+def _gradient_of(parameter: torch.nn.Parameter) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
 

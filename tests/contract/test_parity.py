@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from beamline.policy import parity
+from beamline.policy import functions
 from beamline.records import Completion, Experience, Request
 from beamline.rollout.collect import to_rollout
 from tests.contract.engines import PairBench, PairFactory, torch_learner, torch_local
@@ -51,7 +51,7 @@ def local_pair(module: torch.nn.Module) -> PairBench:
 def test_neither_the_cuts_nor_the_threads_matter(
     micro_batch_tokens: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parity, "_ROWS", 25)
+    monkeypatch.setattr(functions, "ROWS", 25)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     asked, drawn = sampled(local_pair(random_beam()))
     learner = torch_learner(random_beam(), micro_batch_tokens)

@@ -24,7 +24,7 @@ ORDER = (
     ("policy", "transfer", "report", "starter.lessons"),  # the report strips known instructions off questions
     ("rollout", "learner"),
     ("runtime",),
-    ("evaluate", "starter.build"),
+    ("evaluate", "mismatch", "starter.build"),
     ("train",),
     ("cli",),
 )

@@ -22,6 +22,7 @@ from beamline.learner.planning import Plan, Planned, evaluated, micro_batches, n
 from beamline.learner.torch.optimizer import Optimizer
 from beamline.model.layout import Layout, TensorSlice, WeightKind
 from beamline.policy import attention, head, model, parity
+from beamline.policy.dropout import Dropout
 from beamline.policy.lora import Adapters
 from beamline.policy.weights import DTYPE_NAMES, first_not_finite, module_layout, named_tensors, raw
 from beamline.records import Batch, Experience, pack
@@ -122,7 +123,9 @@ class TorchLearner:
         """Decide what is learned from, with the log-probabilities that this takes, and cut it into micro-batches."""
         indices = evaluated(batch, loss)
         sequences = [batch[i] for i in indices]
-        old = self._response_logprobs(sequences, "policy") if needs_old(loss) else None
+        # The guard looks at the policy that sampled, which an update with dropout does not evaluate.
+        guarded = self._drops and loss.first and loss.algorithm.guard.mismatch is not None
+        old = self._response_logprobs(sequences, "policy") if needs_old(loss) or guarded else None
         penalized = isinstance(loss.algorithm.kl, KlLoss)
         reference = self._response_logprobs(sequences, "reference") if penalized else None
         planned = plan(batch, indices, old, reference, loss)
@@ -130,7 +133,7 @@ class TorchLearner:
         micros = [_micro_batch([planned.sequences[i] for i in cut], loss) for cut in cuts]
         if loss.first and loss.on_policy and loss.algorithm.guard.ratio:
             with torch.no_grad():
-                passes = [self._evaluate("policy", micro.batch, micro.rows_T)[0] for micro in micros]
+                passes = [self._evaluate_update(micro, loss)[0] for micro in micros]
             micros = [replace(m, verified_logprobs_T=logprobs) for m, logprobs in zip(micros, passes, strict=True)]
         return TorchPrepared(tuple(micros), planned, loss)
 
@@ -147,7 +150,7 @@ class TorchLearner:
             loss = float(torch.stack([loss for loss, _ in passes]).sum())
             if not np.isfinite(loss):
                 raise FloatingPointError(f"the loss is {loss}; the update was not made")
-            if prepared.loss.on_policy and compared is None:
+            if prepared.loss.on_policy and compared is None and not self._drops:
                 compared = _compared(prepared.micro_batches, learned)
             self._guard_ratio(prepared, learned)
             self._guard_mismatch(prepared.loss, compared)
@@ -173,7 +176,7 @@ class TorchLearner:
 
     def _backward(self, micro: _MicroBatch, loss: LossConfig) -> tuple[Tensor, Learned]:
         """Add the micro-batch's gradient; returns its part of the loss, and its tokens as they were found."""
-        logprobs, entropy = self._evaluate("policy", micro.batch, micro.rows_T)
+        logprobs, entropy = self._evaluate_update(micro, loss)
         old = logprobs.detach() if micro.old_logprobs_T is None else micro.old_logprobs_T
         anchor = micro.sampler_logprobs_T if loss.algorithm.loss.anchor == "sampler" else old
         tokens = Tokens(logprobs, anchor, micro.advantages_T, micro.sequence_T, micro.selected_T)
@@ -228,13 +231,34 @@ class TorchLearner:
                 logprobs[i], entropies[i] = of_logprobs, of_entropies
         return logprobs, entropies
 
-    def _evaluate(self, weights: Weights, batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def _drops(self) -> bool:
+        """Whether updates have dropout, so that the policy that they evaluate is not the one that samples."""
+        return self._adapters is not None and self._policy.lora.dropout > 0
+
+    def _evaluate_update(self, micro: _MicroBatch, loss: LossConfig) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the trained tokens as the next update sees them: with its dropout."""
+        if not self._drops:
+            return self._evaluate("policy", micro.batch, micro.rows_T)
+        experiences = [planned.experience for planned in micro.planned]
+        dropout = Dropout(
+            share=self._policy.lora.dropout,
+            seed=loss.seed,
+            updates=self._optimizer.updates,
+            keys=tuple(experience.rollout.key for experience in experiences),
+            rows=tuple(experience.rows for experience in experiences),
+        )
+        return self._evaluate("policy", micro.batch, micro.rows_T, dropout)
+
+    def _evaluate(
+        self, weights: Weights, batch: Batch, rows: Tensor, dropout: Dropout | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the given rows."""
         module, adapters = self._model_of(weights)
         packing = attention.Packing.of(batch.cu_seqlens_B1.tolist())
         input_ids_N, position_ids_N = torch.from_numpy(batch.input_ids_N), torch.from_numpy(batch.position_ids_N)
         routes_NLK = self._replayed(batch) if self._policy.r3 else None
-        hidden_ND = self._hidden_states(module, input_ids_N, position_ids_N, packing, adapters, routes_NLK)
+        hidden_ND = self._hidden_states(module, input_ids_N, position_ids_N, packing, adapters, routes_NLK, dropout)
         temperature_N = torch.from_numpy(np.repeat(batch.temperature_B, np.diff(batch.cu_seqlens_B1)))
         typed = cast(Any, module)
         return self._score(

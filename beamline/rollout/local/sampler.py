@@ -65,7 +65,7 @@ class LocalSampler:
         self._decoder: BeamDecoder | None = None
         self._cache: SlotCache | None = None
         self._workers: list[Worker] = []
-        self._version: int | None = None
+        self._version, self._missing = 0, set[str]()
         self._waiting: deque[Request] = deque()
         self._ready: list[Completion] = []
         self._in_flight: set[Key] = set()
@@ -113,20 +113,25 @@ class LocalSampler:
 
     @torch.no_grad()
     def receive(self, plan: TransferPlan, version: int, unfinished: Literal["keep", "abort"]) -> None:
-        """Copy new weights in place: the model's, or an adapter's."""
+        """Copy new weights in place: the model's, or an adapter's; the other ones stay as they are.
+
+        Raises:
+            FloatingPointError: a value is not finite. Nothing is drawn until better ones are received.
+        """
         if self._decoder is None:
             raise RuntimeError("receive: the sampler sleeps without weights; wake(['weights']) first")
         if unfinished == "abort":
             partials = self.abort(self._in_flight)  # takes what is ready too
             self._ready = partials
             self._in_flight = {completion.key for completion in partials}
-        held = self._decoder.tensors | self._decoder.adapters
+        held, received = self._decoder.tensors | self._decoder.adapters, {move.part.name for move in plan.moves}
         self._channel.receive(plan, held)
-        self._decoder.round_weights({move.part.name for move in plan.moves})
-        if not all(np.isfinite(stacked).all() for stacked in self._decoder.weights):
-            self._version = None  # the old weights are gone
-            name = first_not_finite(held)
-            raise FloatingPointError(f"{name} of version {version} holds values that are not finite")
+        self._decoder.round_weights(received)
+        self._missing |= received  # the old ones are gone
+        finite = all(np.isfinite(stacked).all() for stacked in self._decoder.weights)  # quicker than by their names
+        if not finite and (wrong := first_not_finite({name: held[name] for name in held if name in received})):
+            raise FloatingPointError(f"{wrong} of version {version} holds values that are not finite")
+        self._missing -= received
         self._version = version
 
     def sleep(self, level: int) -> None:
@@ -137,12 +142,13 @@ class LocalSampler:
             raise RuntimeError(f"sleep: {len(self._in_flight)} requests are in flight; poll or abort them first")
         self._cache, self._workers = None, []
         if level == 2:
-            self._decoder, self._version = None, None
+            self._decoder = None
 
     def wake(self, what: Collection[Literal["weights", "cache"]]) -> None:
         """Allocate what sleeps."""
         if "weights" in what and self._decoder is None:
             self._decoder = BeamDecoder(self._shape, self._numerics, self._theta, self._positions, self._lora)
+            self._missing = {*self._decoder.tensors, *self._decoder.adapters}
         if "cache" in what and self._cache is None:
             if self._decoder is None:
                 raise RuntimeError("wake: the cache needs the weights; wake(['weights']) first")
@@ -154,8 +160,10 @@ class LocalSampler:
     def _require_awake(self) -> tuple[BeamDecoder, SlotCache, int]:
         if self._decoder is None or self._cache is None:
             raise RuntimeError("the sampler sleeps; wake(['weights', 'cache']) first")
-        if self._version is None:
-            raise RuntimeError("the sampler has no weights yet; send and receive them first")
+        if self._missing:
+            kinds = {"weights": self._decoder.tensors, "adapter": self._decoder.adapters}
+            lacking = [kind for kind, tensors in kinds.items() if self._missing & tensors.keys()]
+            raise RuntimeError(f"the sampler has no {' and no '.join(lacking)} yet; send and receive them first")
         return self._decoder, self._cache, self._version
 
     def _check(self, request: Request) -> None:

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from beamline.kernels.linear import multiply
 from beamline.kernels.rows import round_rows
-from beamline.kernels.vocabulary import forbid, likeliest_first, sample_rows, soft_cap
+from beamline.kernels.vocabulary import forbid, likeliest_first, sample_rows, score_rows, soft_cap
 from beamline.policy.positions import Floats
+from beamline.records import Support
 from beamline.rollout.local.beam import BeamDecoder, forward
 from beamline.rollout.local.cache import SlotCache
 from beamline.rollout.local.slots import Slots
@@ -20,6 +21,7 @@ from beamline.rollout.local.slots import Slots
 ROWS = 128  # evaluated at a time: their activations stay in a core's own cache
 
 
+Routes = NDArray[np.unsignedinteger]
 Drawn = tuple[NDArray[np.int64], NDArray[np.int64], Floats]  # slots, their tokens and log-probabilities
 
 
@@ -64,13 +66,42 @@ class Worker:
         slots.routes[block, at] = routes
         return self._draw(self._score(hidden), block, slots)
 
+    def evaluate(
+        self, token_ids: NDArray[np.int32], temperature: float, routes: Routes | None, support: Support | None
+    ) -> tuple[Floats, Routes]:
+        """Log-probabilities ``[S - 1]`` of the tokens of a sequence but the first, as if each had been drawn now.
+
+        Also the experts ``[S - 1, L, K]`` of all tokens but the last: ``routes``, or if it is None those that the
+        routers choose. Each token is renormalized over its entry of ``support [S - 1]``.
+
+        Raises:
+            NotFiniteError: a logit is not finite.
+        """
+        shape, rows = self._decoder.shape, len(token_ids) - 1
+        inputs, targets = token_ids[:-1], token_ids[1:].astype(np.int64)
+        taken = np.empty((rows, len(shape.moe_layers), shape.num_experts_per_tok), self._decoder.route_dtype)
+        if routes is not None:
+            taken[:] = routes
+        if support is None:
+            support = Support.unrestricted(rows)
+        temperature_N, logprobs, entropies = np.full(rows, temperature, np.float32), *np.empty((2, rows), np.float32)
+        for start in range(0, rows, ROWS):
+            at = np.arange(start, min(start + ROWS, rows))
+            part, slots = slice(start, start + ROWS), np.zeros_like(at)
+            hidden = self._forward(inputs[part], at, slots, self._prefix, taken[part], routes is not None)
+            score_rows(
+                self._score(hidden), targets[part], temperature_N[part], support.ids,
+                support.borders[start : start + ROWS + 1], self._probs, logprobs[part], entropies[part],
+            )  # fmt: skip
+        return logprobs, taken
+
     def _forward(
         self, token_ids: NDArray[np.int32], positions: NDArray[np.int64], taken: NDArray[np.int64], cache: SlotCache,
-        routes: NDArray[np.unsignedinteger],
+        routes: Routes, replayed: bool = False,
     ) -> Floats:  # fmt: skip
         hidden: Floats = forward(
             self._decoder.weights, self._decoder.traits, self._space, cache.keys, cache.values, cache.at, cache.places,
-            token_ids, positions, taken, routes, False,
+            token_ids, positions, taken, routes, replayed,
         )  # fmt: skip
         return hidden
 

@@ -39,8 +39,8 @@ def sequence(seed: int, group: int) -> Sequence:
 class Layer:
     """The cache of one layer among others: so many places in each slot, and at first nothing of use."""
 
-    def __init__(self, places: int, slots: int = 1, nothing: float = 0.0) -> None:
-        self.at, self.places = 7 * BLOCK, whole_blocks(places)
+    def __init__(self, places: int, slots: int = 1, nothing: float = 0.0, in_8_bits: bool = False) -> None:
+        self.at, self.places, self.in_8_bits = 7 * BLOCK, whole_blocks(places), in_8_bits
         held = self.at + slots * KV_HEADS * self.places * SIZE
         self.keys, self.values = (np.full(held + 3 * BLOCK, nothing, np.float32) for _ in range(2))
 
@@ -49,7 +49,7 @@ class Layer:
         qkvg = np.concatenate([around, v, around], axis=1)
         store(
             self.keys, self.values, self.at, self.places, k, qkvg, OTHER_COLUMNS, slots, positions, KV_HEADS, SIZE,
-            False,
+            self.in_8_bits,
         )  # fmt: skip
 
     def attend(
@@ -166,3 +166,39 @@ def test_the_result_is_rounded_once_to_bfloat16() -> None:
     layer.store(of.k, of.v, slots, positions)
     exact, rounded = (layer.attend(of.q, LENGTH, slots, positions, bf16) for bf16 in (False, True))
     assert np.array_equal(rounded, torch.from_numpy(exact).bfloat16().float().numpy())
+
+
+# A cache in 8 bits
+
+
+def in_8_bits(of: Sequence) -> Sequence:
+    """Keys and values as torch rounds them to 8 bits; beyond 448 its versions differ."""
+    k, v = (torch.from_numpy(x).clamp(-448, 448).to(torch.float8_e4m3fn).float().numpy() for x in (of.k, of.v))
+    return Sequence(of.q, k, v)
+
+
+def test_keys_and_values_in_8_bits_are_stored_as_torch_rounds_them() -> None:
+    """Tiny ones, which become 0 or a number without normal form, and some that are too large, among them."""
+    rng = np.random.default_rng(0)
+    factors = 2.0 ** rng.integers(-12, 9, (2, LENGTH, KV_HEADS * SIZE))
+    k, v = (rng.normal(0, 2, factors.shape) * factors).astype(np.float32)
+    of, layer = Sequence(k, k, v), Layer(LENGTH, in_8_bits=True)
+    assert max(np.abs(k).max(), np.abs(v).max()) > 448
+    layer.store(of.k, of.v, np.zeros(LENGTH, np.int64), np.arange(LENGTH))
+    where, blocks = slice(layer.at, layer.at + KV_HEADS * layer.places * SIZE), layer.places // BLOCK
+    keys = layer.keys[where].reshape(KV_HEADS, blocks, SIZE, BLOCK).transpose(1, 3, 0, 2)
+    values = layer.values[where].reshape(KV_HEADS, layer.places, SIZE).transpose(1, 0, 2)
+    rounded = in_8_bits(of)
+    for held, expected in ((keys, rounded.k), (values, rounded.v)):
+        assert np.array_equal(bits(held.reshape(-1, KV_HEADS * SIZE)[:LENGTH]), bits(expected))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_attention_over_8_bits_is_that_over_rounded_keys_and_values(window: int) -> None:
+    """Queries and results are not rounded."""
+    of = sequence(window, 2)
+    out = step_by_step(Layer(min(window, LENGTH), in_8_bits=True), of, window)
+    rounded = in_8_bits(of)
+    assert np.array_equal(bits(out), bits(step_by_step(Layer(min(window, LENGTH)), rounded, window)))
+    np.testing.assert_allclose(out, written(rounded, window), rtol=0, atol=5e-6)
+    assert np.abs(out - written(of, window)).max() > 0.1

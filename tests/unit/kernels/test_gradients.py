@@ -98,7 +98,7 @@ def test_the_router(normalize: bool) -> None:
     E, K = 12, 3
     logits, dweights = random(N, E), random(N, K)
     scores, chosen, weights = logits.copy(), np.empty((N, K), np.int64), np.empty((N, K), np.float32)
-    experts.choose(scores, np.zeros(E, np.float32), 3, 2, normalize, chosen, weights)
+    experts.route(scores, np.zeros(E, np.float32), 3, 2, normalize, False, chosen, weights)
     dlogits = np.empty_like(logits)
     gradients.weigh_gradient(scores, chosen, weights, normalize, dweights, dlogits)
 

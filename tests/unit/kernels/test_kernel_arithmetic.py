@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from beamline.kernels.arithmetic import dot, exp, fma, rounded, sigmoid, tanh, total
+from beamline.kernels.arithmetic import dot, exp, fma, rounded, rounded_to_8_bits, sigmoid, tanh, total
 from beamline.kernels.compiled import kernel
 from tests import exact
 from tests.exact import Floats, bits, nearest, ulps
@@ -41,6 +41,12 @@ def each_sigmoid(x: Any, out: Any) -> None:
 def each_rounded(x: Any, bf16: bool, out: Any) -> None:
     for i in range(len(x)):
         out[i] = rounded(x[i], bf16)
+
+
+@kernel
+def each_rounded_to_8_bits(x: Any, out: Any) -> None:
+    for i in range(len(x)):
+        out[i] = rounded_to_8_bits(x[i])
 
 
 @kernel
@@ -165,6 +171,70 @@ def test_rounding_keeps_what_is_no_number() -> None:
     """Those too that would carry over into the exponent or the sign."""
     x = np.array([0x7F800001, 0x7FC00000, 0x7FFF8000, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF], np.uint32).view(np.float32)
     assert np.isnan(of(each_rounded, x, True)).all()
+
+
+# Rounding to float8 e4m3
+
+MOST = 448.0
+
+
+def torch_rounded_to_8_bits(x: Floats) -> Floats:
+    """Of torch, whose versions differ in what becomes of more than 448: it has to be cut off here."""
+    cast: Floats = torch.from_numpy(x).clamp(-MOST, MOST).to(torch.float8_e4m3fn).float().numpy()
+    return cast
+
+
+def test_more_than_the_largest_number_of_8_bits_becomes_the_largest() -> None:
+    """Whatever lies beyond: the next pattern is no number, and torch did give it from 464 on, half a step away."""
+    beyond = np.array([np.nextafter(np.float32(MOST), INF), 464, np.nextafter(np.float32(464), INF), 480, LARGEST, INF])
+    assert of(each_rounded_to_8_bits, beyond).tolist() == [MOST] * len(beyond)
+    assert of(each_rounded_to_8_bits, -beyond).tolist() == [-MOST] * len(beyond)
+
+
+def test_8_bits_of_every_bfloat16_are_those_of_torch() -> None:
+    """Both zeros, both infinities, and every tie between two numbers of 8 bits among them."""
+    x = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
+    x = x[~np.isnan(x)]
+    assert len(x) == 2**16 - 2 * 127
+    assert np.array_equal(bits(of(each_rounded_to_8_bits, x)), bits(torch_rounded_to_8_bits(x)))
+
+
+def test_8_bits_beside_every_tie_are_those_of_torch() -> None:
+    """A tie goes to the even one, whose last bit is 0; what lies beside it goes to the nearer one."""
+    numbers = np.arange(127, dtype=np.uint8)  # the patterns of 0 to 448, in their order
+    held = torch.from_numpy(numbers).view(torch.float8_e4m3fn).float().numpy()
+    ties = ((held[:-1].astype(np.float64) + held[1:]) / 2).astype(np.float32)
+    even = np.where(numbers[:-1] % 2 == 0, held[:-1], held[1:])
+    below, above = (np.nextafter(ties, np.float32(end)) for end in (-INF, INF))
+    for sign in (np.float32(1), np.float32(-1)):
+        for x, expected in ((ties, even), (below, held[:-1]), (above, held[1:]), (held, held)):
+            assert np.array_equal(bits(of(each_rounded_to_8_bits, sign * x)), bits(sign * expected))
+            assert np.array_equal(bits(torch_rounded_to_8_bits(sign * x)), bits(sign * expected))
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1))
+def test_8_bits_of_any_number_are_those_of_torch(values: list[float]) -> None:
+    x = np.array(values, np.float32)
+    assert np.array_equal(bits(of(each_rounded_to_8_bits, x)), bits(torch_rounded_to_8_bits(x)))
+
+
+def test_8_bits_of_random_numbers_of_every_size_are_those_of_torch() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(0, 1, 200_000) * 2.0 ** rng.integers(-14, 12, 200_000)
+    x = x.astype(np.float32)
+    assert np.array_equal(bits(of(each_rounded_to_8_bits, x)), bits(torch_rounded_to_8_bits(x)))
+
+
+def test_in_8_bits_what_is_no_number_stays_none() -> None:
+    x = np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF], np.uint32).view(np.float32)
+    assert np.isnan(of(each_rounded_to_8_bits, x)).all()
+
+
+def test_numbers_of_8_bits_are_rounded_to_themselves_and_once() -> None:
+    x = np.random.default_rng(1).normal(0, 100, 1000).astype(np.float32)
+    once = of(each_rounded_to_8_bits, x)
+    assert np.array_equal(bits(of(each_rounded_to_8_bits, once)), bits(once))
+    assert len(np.unique(np.abs(once))) < 128
 
 
 # Sums of products

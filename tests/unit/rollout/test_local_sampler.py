@@ -15,14 +15,16 @@ from beamline.rollout.local import LocalSampler, Numerics
 from beamline.rollout.local.worker import Drawn, NotFiniteError, Worker
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
+from tests.contract.sampling import run
+from tests.exact import bits
 from tests.tiny_beam import CONTEXT, THETA, VOCAB, beam_shape, random_beam
 
 
 def local_sampler(
-    positions: int = CONTEXT, module: nn.Module | None = None, slots: int = 2, threads: int = 1
+    positions: int = CONTEXT, module: nn.Module | None = None, slots: int = 2, threads: int = 1, **numerics: Any
 ) -> LocalSampler:
     channel = LocalChannel()
-    sampler = LocalSampler(beam_shape(), Numerics(), THETA, slots, positions, 0, channel, threads)
+    sampler = LocalSampler(beam_shape(), Numerics(**numerics), THETA, slots, positions, 0, channel, threads)
     if module is not None:
         moves = plan(module_layout(module), sampler.layout("full"))
         channel.send(moves, named_tensors(module))
@@ -42,7 +44,7 @@ def test_sequences_longer_than_the_context_are_an_error() -> None:
 
 
 def test_it_has_no_adapters() -> None:
-    with pytest.raises(ValueError, match="full weights only, not 'adapter'"):
+    with pytest.raises(ValueError, match="has no adapters, and takes full weights only"):
         local_sampler().layout("adapter")
 
 
@@ -208,3 +210,24 @@ def test_prefixes_are_compared_as_tokens() -> None:
     found = {c.key: c.token_ids.tolist() for _ in range(2) for c in together.poll(60.0)}
     alone.submit(asked[1:])
     assert found[asked[1].key] == alone.poll(60.0)[0].token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    "numerics",
+    [
+        {"dtype": "bfloat16"},
+        {"kv_dtype": "float8_e4m3"},
+        {"head_dtype": "bfloat16"},
+        {"dtype": "bfloat16", "kv_dtype": "float8_e4m3", "head_dtype": "bfloat16"},
+    ],
+)
+def test_in_every_type_a_response_goes_on_with_the_same_bits(numerics: dict[str, Any]) -> None:
+    """From a prefix that is evaluated at once, as from tokens that are decoded one by one; and the type shows."""
+    asked = Request(Key("train", 1, "p", 0), np.arange(20, dtype=np.int32), SamplingParams(40))
+    whole, exact = (run(local_sampler(module=random_beam(), **given), [asked])[0] for given in (numerics, {}))
+    begun = np.concatenate([asked.prefix_ids, whole.token_ids[:25]])
+    (rest,) = run(local_sampler(module=random_beam(), **numerics), [Request(asked.key, begun, SamplingParams(15))])
+    assert np.array_equal(rest.token_ids, whole.token_ids[25:])
+    assert np.array_equal(bits(rest.logprobs), bits(whole.logprobs[25:]))
+    assert np.array_equal(rest.routes, whole.routes)
+    assert whole.logprobs[0] != exact.logprobs[0]
