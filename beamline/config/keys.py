@@ -191,6 +191,8 @@ def _list_kind(spec: Mapping[str, Any]) -> str:
 def _bounds(spec: Mapping[str, Any]) -> str:
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {spec[name]}" for name, sign in signs.items() if name in spec]
+    if "multipleOf" in spec:
+        bounds.append(f"a multiple of {spec['multipleOf']}")
     if "pattern" in spec:
         bounds.append(f"matching `{spec['pattern']}`")
     return " " + " and ".join(bounds) if bounds else ""

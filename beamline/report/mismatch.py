@@ -217,7 +217,7 @@ def _alone(found: Mismatch) -> Figure:
         for differs, name, pattern in ((True, "differs between the engines", ""), (False, "what if it did", "/"))
     ]
     notes = [
-        _at(names[cause.name], "0, exactly" if cause.alone else cause.switched)
+        _at(names[cause.name], "0, exactly" if cause.alone else escape(cause.switched))
         for cause in found.causes
         if not cause.alone or not cause.alone.mean
     ]

@@ -116,7 +116,7 @@ def test_the_description_shows_each_setting_under_its_meaning(recipe: Path) -> N
     )
     lines = describe(config).splitlines()
     for line, meaning, facts in (
-        ("    rank: 24", "0 = no adapters", "integer >= 0 and <= 1024"),
+        ("    rank: 24", "0 = no adapters", "integer >= 0 and <= 1024 and a multiple of 8"),
         ("    alpha: null", "unset = `rank`", "or null; default `null`"),
         ("    targets:", "`q_proj`, `self_attn.gate_proj`", "default `all-linear`"),
         ("    experts: per_expert", "one for all experts of a layer", "`per_expert` or `shared_per_layer` or `none`"),
@@ -147,7 +147,7 @@ def test_ranks_are_multiples_of_8(recipe: Path, rank: int) -> None:
 def test_other_ranks_are_refused(recipe: Path, rank: object) -> None:
     (line,) = problems(recipe, f"policy.lora.rank={rank}")
     assert line.startswith("override: policy.lora.rank=")
-    assert "expected integer >= 0 and <= 1024" in line
+    assert "expected integer >= 0 and <= 1024 and a multiple of 8" in line
 
 
 @pytest.mark.parametrize("key", OTHERS)
