@@ -4,18 +4,12 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torch import nn
-
 from beamline.algorithms.evaluation import SetResult, set_result
 from beamline.chat import BeamChat
-from beamline.checkpoint import open_checkpoint, write_atomic
+from beamline.checkpoint import write_atomic
 from beamline.checkpoint.files import make_folder, write_json
-from beamline.config import load_config
-from beamline.config.compose import escaped
-from beamline.config.schema import FileSource, LoraConfig, RunConfig
+from beamline.config.schema import FileSource, RunConfig
 from beamline.data import DataError, ProblemSet
-from beamline.policy import model, peft
-from beamline.policy.lora import Adapters
 from beamline.records import SamplingParams
 from beamline.report.problems import write_problems
 from beamline.rollout.collect import Job, sample
@@ -24,11 +18,9 @@ from beamline.rollout.rows import rows
 from beamline.rollout.sampler import Sampler
 from beamline.runtime.console import RunConsole
 from beamline.runtime.data import evaluation_sets, left_out, write_data_report
-from beamline.runtime.determinism import make_deterministic
-from beamline.runtime.engines import load_adapters, load_chat, load_module, model_folder, sampler_of
-from beamline.runtime.export import find_checkpoint, saved_adapters, saved_config
+from beamline.runtime.engines import load_chat, model_folder, sampler_of
+from beamline.runtime.subject import find_subject
 from beamline.runtime.tables import evaluation_table, problem_table
-from beamline.starter import SETTINGS
 from beamline.tasks.grading import open_pool
 from beamline.tasks.pool import GradingPool
 
@@ -97,16 +89,14 @@ def evaluate_model(
     """
     if out is not None:
         _check_free(out)
-    checkpoint = find_checkpoint(Path(name))
-    config = _settings(name, checkpoint, recipe, settings)
-    make_deterministic(config.runtime.threads)
-    module, adapters, step = _weights(config, checkpoint)
+    subject = find_subject(name, settings, recipe)
+    config, step, (module, adapters) = subject.config, subject.step, subject.weights()
     chat = load_chat(config)
     sets = _problem_sets(config, files, chat)
     with open_pool(config.reward) as pool, RunConsole(config.steps, config.steps) as console:
         params, samples = evaluation_params(config, chat), config.evaluation.samples_per_problem
         console.print(
-            f"{checkpoint or config.policy.lora.adapter_path or model_folder(config)}, step {step}: "
+            f"{subject.checkpoint or config.policy.lora.adapter_path or model_folder(config)}, step {step}: "
             f"{samples} samples a problem of up to {params.max_tokens} tokens at temperature {params.temperature}"
         )
         sampler = sampler_of(config, module, step, adapters)
@@ -118,34 +108,6 @@ def evaluate_model(
             console.print(f"left out of {line}")
         _show(console, measured, samples, out)
     return evaluation_metrics(measured)
-
-
-def _settings(name: str, checkpoint: Path | None, recipe: Path | None, settings: Sequence[str]) -> RunConfig:
-    """The settings to evaluate under; those of an adapter's folder describe it, and name it as ``adapter_path``."""
-    base, path, lora = SETTINGS.get(name, {}), name, LoraConfig().model_dump(mode="json")
-    if checkpoint is not None:
-        base = dict(saved_config(checkpoint))
-        saved = load_config(None, base=base)
-        path, lora = saved.model.path, saved.policy.lora.model_dump(mode="json")
-    elif peft.is_adapter(Path(name)):
-        found = peft.describe(Path(name))
-        base, path = SETTINGS.get(found.base, {}), found.base
-        lora |= {"rank": found.lora.rank, "alpha": found.lora.alpha, "targets": list(found.lora.targets or ())}
-        lora |= {"experts": found.lora.experts, "adapter_path": name}
-    # As overrides, so that a recipe's own model does not take the place of the one that was asked for.
-    fixed = {"model.path": path} | {f"policy.lora.{key}": value for key, value in lora.items()}
-    return load_config(recipe, [*(f"{k}={json.dumps(escaped(v))}" for k, v in fixed.items()), *settings], base)
-
-
-def _weights(config: RunConfig, checkpoint: Path | None) -> tuple[nn.Module, Adapters | None, int]:
-    """The model and its adapters, and the step that they are of."""
-    if checkpoint is None:
-        return load_module(config), load_adapters(config), 0
-    opened = open_checkpoint(checkpoint)
-    module, adapters = load_module(config), saved_adapters(config, opened)
-    if adapters is None:
-        model.restore(module, opened.reader)
-    return module, adapters, opened.step
 
 
 def _show(console: RunConsole, measured: Mapping[str, SetResult], k: int, out: Path | None) -> None:

@@ -11,14 +11,13 @@ from beamline.config.schema import RunConfig
 from beamline.evaluate import evaluate, evaluation_metrics, write_evaluation
 from beamline.learner.learner import PreparedBatch, StepStats, update_statistics
 from beamline.learner.penalty import with_kl_penalty
-from beamline.records import Experience, Group, SamplingParams
+from beamline.records import Experience, Group
 from beamline.report import evaluation_folder
 from beamline.rollout.collect import Job, Sampled, sample_until
 from beamline.rollout.grading import Grading
-from beamline.rollout.strategies import Drawn, draw
+from beamline.rollout.strategies import Drawn, draw, training_params
 from beamline.runtime.determinism import make_deterministic
 from beamline.runtime.divergence import explained_divergence
-from beamline.runtime.engines import check_model
 from beamline.runtime.interrupt import Interrupt
 from beamline.runtime.session import Run, open_run
 
@@ -71,17 +70,8 @@ def one_step(run: Run, step: int) -> None:
 def sample_groups(run: Run, step: int) -> Drawn:
     """Several graded samples of each of the step's problems, and which of these groups are learned from."""
     config, algorithm, rollout = run.config, run.config.algorithm, run.config.rollout
-    params = SamplingParams(
-        rollout.max_response_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        min_tokens=rollout.min_tokens,
-        stop_ids=run.chat.stop_ids,
-        record_support=rollout.record_support,
-    )
-    replayed = check_model(config) if config.policy.r3 else None
+    params = training_params(rollout, run.chat.stop_ids)
+    replayed = run.engines.shape if config.policy.r3 else None
     drawn = draw(
         algorithm.sampling,
         config.seed,

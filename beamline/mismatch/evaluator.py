@@ -13,7 +13,6 @@ from beamline.learner.torch import TorchLearner
 from beamline.mismatch.attention import attention_logprobs
 from beamline.mismatch.frozen import Floats, FrozenBatch
 from beamline.mismatch.setup import RoutesOf, Setup, learner_setup
-from beamline.mismatch.subject import Subject, Weights
 from beamline.model.beam import BeamShape
 from beamline.policy.positions import rope_theta
 from beamline.policy.weights import named_tensors
@@ -22,6 +21,7 @@ from beamline.rollout.local.beam import BeamDecoder
 from beamline.rollout.local.worker import Routes, Worker
 from beamline.runtime.console import PhaseBar, RunConsole
 from beamline.runtime.engines import check_model, positions
+from beamline.runtime.subject import Subject, Weights
 from beamline.transfer.local import LocalChannel
 
 

@@ -5,15 +5,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from beamline.chat import BeamChat
-from beamline.config.schema import RunConfig
-from beamline.mismatch.subject import Subject, Weights
-from beamline.records import Experience, Rollout, SamplingParams
+from beamline.records import Experience, Rollout
 from beamline.rollout.collect import Job, sample
 from beamline.rollout.local.worker import Routes
+from beamline.rollout.strategies import training_params
 from beamline.runtime.console import RunConsole
 from beamline.runtime.data import training_set
 from beamline.runtime.engines import load_chat, sampler_of
+from beamline.runtime.subject import Subject, Weights
 
 Floats = NDArray[np.float64]
 
@@ -59,24 +58,9 @@ def freeze(subject: Subject, weights: Weights, sequences: int, console: RunConso
     config, chat = subject.config, load_chat(subject.config)
     samples = min(config.algorithm.samples_per_prompt, sequences)
     problems = training_set(config, chat).take(config.seed, subject.problems_drawn, -(-sequences // samples))
-    job = Job("train", subject.step + 1, problems, samples, training_params(config, chat))
+    job = Job("train", subject.step + 1, problems, samples, training_params(config.rollout, chat.stop_ids))
     sampler = sampler_of(config, weights.module, subject.step, weights.adapters)
     with console.phase("sampling", job.size) as bar:
         deadline = config.rollout.deadline_seconds
         groups = sample(sampler, job, chat, deadline, lambda done: bar.advance(len(done.token_ids)))
     return FrozenBatch(tuple(rollout for group in groups for rollout in group.rollouts)[:sequences])
-
-
-def training_params(config: RunConfig, chat: BeamChat) -> SamplingParams:
-    """How training draws."""
-    rollout = config.rollout
-    return SamplingParams(
-        rollout.max_response_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        min_tokens=rollout.min_tokens,
-        stop_ids=chat.stop_ids,
-        record_support=rollout.record_support,
-    )

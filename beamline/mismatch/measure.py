@@ -11,12 +11,12 @@ from beamline.mismatch.evaluator import Evaluator
 from beamline.mismatch.frozen import freeze
 from beamline.mismatch.routing import routing
 from beamline.mismatch.setup import learner_setup
-from beamline.mismatch.subject import Subject, find_subject
 from beamline.mismatch.tables import show
 from beamline.report import write_report
 from beamline.report.mismatch import Mismatch, as_json, write_mismatch
 from beamline.report.page import write_mismatch_page
 from beamline.runtime.console import RunConsole
+from beamline.runtime.subject import Subject, find_subject
 
 
 def measure(subject: Subject, settings: Sequence[str], sequences: int, console: RunConsole) -> Mismatch:

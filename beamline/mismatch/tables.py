@@ -10,7 +10,7 @@ from rich.table import Table
 from beamline.report.mismatch import Mismatch, Routing, conclusion, number
 from beamline.runtime.console import RunConsole
 
-_BAR = 24  # characters of the longest bar
+_BAR = 20  # characters of the longest bar
 
 
 def show(console: RunConsole, found: Mismatch) -> None:
@@ -25,23 +25,24 @@ def show(console: RunConsole, found: Mismatch) -> None:
     )
     console.show(_alone(found))
     console.show(_chain(found))
-    if found.routing is not None:
+    if found.routing is not None and found.routing.any_layer:
         console.show(_routes(found.routing))
     console.print(conclusion(found))
 
 
 def _alone(found: Mismatch) -> Table:
-    table = _table("each cause alone", "learner", "switched to", numbers=("mean", "99 %", "max"), bars="logarithmic")
+    table = _table(
+        "each cause alone", "learner", "switched to", numbers=("", "mean", "99 %", "max"), bars="logarithmic"
+    )
     least, largest = _decades([cause.alone.mean for cause in found.causes if cause.alone])
     for cause in found.causes:
-        words = cause.switched if cause.differs or cause.alone is None else f"{cause.switched} (what if)"
-        cells = [cause.name, cause.learner, words]
+        cells = map(escape, (cause.name, cause.learner, cause.switched))
         if cause.alone is None:
-            table.add_row(*map(escape, cells))
+            table.add_row(*cells)
         else:
-            mean, character = cause.alone.mean, "█" if cause.differs else "░"
+            mean, (mark, character) = cause.alone.mean, ("", "█") if cause.differs else ("what if", "░")
             bar = _bar(math.log10(mean) - least, largest - least, character) if mean else ""
-            table.add_row(*map(escape, cells), *map(number, (mean, cause.alone.p99, cause.alone.max)), bar)
+            table.add_row(*cells, mark, *map(number, (mean, cause.alone.p99, cause.alone.max)), bar)
     return table
 
 
@@ -72,11 +73,12 @@ def _routes(routing: Routing) -> Table:
 
 def _table(name: str, *texts: str, numbers: Sequence[str], bars: str = "") -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in (name, *texts):
-        table.add_column(column, no_wrap=True, overflow="ellipsis", max_width=44)
+    table.add_column(name, no_wrap=True, min_width=len("batch composition"))
+    for column in texts:
+        table.add_column(column, no_wrap=True, overflow="ellipsis", max_width=32)
     for column in numbers:
         table.add_column(column, justify="right", no_wrap=True, min_width=7)
-    table.add_column(bars, no_wrap=True)
+    table.add_column(bars, no_wrap=True, overflow="crop")
     return table
 
 

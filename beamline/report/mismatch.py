@@ -199,11 +199,14 @@ def mismatch_headlines(found: Mismatch) -> list[Headline]:
 
 
 def mismatch_figures(found: Mismatch) -> list[Figure]:
-    """The plots: each cause alone, the way from learner to sampler, routes by layer, and what replay does to them."""
+    """The plots: each cause alone, the way from learner to sampler, routes by layer, and what replay does to them.
+
+    Engines that agree, and routes that are the same in both, have none.
+    """
     plots = [_alone(found)]
     if found.observed.max:
         plots.append(_chain(found))
-    if found.routing is not None:
+    if found.routing is not None and found.routing.any_layer:
         plots += [_layers(found.routing), _replay(found.routing)]
     return plots
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from beamline.config.algorithm import DynamicSampling, OverSampling, PlainSampling, ReplaceSampling, Sampling
-from beamline.records import Group, Problem
+from beamline.config.schema import RolloutConfig
+from beamline.records import Group, Problem, SamplingParams
 from beamline.records.random import stream
 from beamline.rollout.collect import Cutoff, Job, Sampled
 
@@ -153,3 +154,17 @@ def _oversampled(
     made = sample_round(replace(job, problems=take(0, count), cutoff=cutoff))
     drawn = _everything(made.groups, count, has_signal)
     return replace(drawn, groups_left_out=made.groups_left_out, tokens_unjudged=made.tokens_left_out)
+
+
+def training_params(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> SamplingParams:
+    """How training draws a response that ends with one of the stop tokens."""
+    return SamplingParams(
+        rollout.max_response_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        min_tokens=rollout.min_tokens,
+        stop_ids=stop_ids,
+        record_support=rollout.record_support,
+    )

@@ -29,11 +29,12 @@ DTYPE: DType = "float32"  # of exported weights: exactly those that were trained
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The two halves of a run and the plan that joins them."""
+    """The two halves of a run, the plan that joins them, and the shape of their model."""
 
     learner: Learner[Any]
     sampler: Sampler
     plan: TransferPlan
+    shape: BeamShape
 
     def sync(self, version: int) -> None:
         """Give the sampler the learner's weights."""
@@ -155,7 +156,8 @@ def build(config: RunConfig) -> Engines:
         base = plan(learner.layout("full"), sampler.layout("full"))
         learner.send(base)
         sampler.receive(base, 0, unfinished="abort")
-    return Engines(learner, sampler, plan(learner.layout(learner.kind), sampler.layout(learner.kind)))
+    moves = plan(learner.layout(learner.kind), sampler.layout(learner.kind))
+    return Engines(learner, sampler, moves, check_model(config))
 
 
 def sampler_of(config: RunConfig, module: nn.Module, version: int, adapters: Adapters | None = None) -> Sampler:

@@ -161,7 +161,7 @@ def test_a_base_is_found_from_where_training_began_or_where_it_is_said_to_be(
     monkeypatch.chdir(tmp_path / "elsewhere")
     lost = cli("eval", adapter, *GREEDY)
     assert lost.code == 1
-    assert "belongs to the model base, and base is no folder; say where it is with --set model.path=DIR" in lost.err
+    assert "belongs to the model base, and that is no folder; say where it is with --set model.path=DIR" in lost.err
     ended = cli("eval", adapter, *GREEDY, "--set", f"model.path={tmp_path / 'base'}", "--out", tmp_path / "said")
     assert ended.code == 0, ended.err
     assert rows(tmp_path / "said") == found

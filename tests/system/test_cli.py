@@ -20,12 +20,24 @@ from tests.system.conftest import Cli
 from tests.system.runs import PER_STEP, PROBLEMS, QUICKSTART, SAMPLES, STEPS, TINY, newest, python, results, tensors
 
 HELP = {
-    "": ["train", "eval", "report", "config", "export", "starter", "grade", "data", "from a laptop to a cluster"],
+    "": [
+        "train",
+        "eval",
+        "report",
+        "config",
+        "export",
+        "mismatch",
+        "starter",
+        "grade",
+        "data",
+        "from a laptop to a cluster",
+    ],
     "train": ["Train a model as a recipe says", " [KEY=VALUE]...", "--dry-run", "checkpoint.resume=latest", "Example:"],
     "eval": ["Measure a model's accuracy", "MODEL", "--recipe", "--set", "into this folder", "Example:"],
     "report": ["one page with plots", "RUN", "--samples"],
     "config": ["Print the resolved configuration", "RECIPE", " [KEY=VALUE]..."],
-    "export": ["Hugging Face model folder", "MODEL", "OUT"],
+    "export": ["Hugging Face model folder", "MODEL", "OUT", "--merge", "PEFT"],
+    "mismatch": ["disagree", "MODEL", "--set", "--sequences", "--json", "--out", "Example:"],
     "starter": ["The small models that come with the package", "build"],
     "starter build": ["Train a starter model", "starter-math", "--out"],
     "grade": ["Grade responses as training would", "--grader", "dapo_strict", "--deadline", "Example:"],

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from beamline.mismatch.frozen import FrozenBatch, freeze
-from beamline.mismatch.subject import find_subject
 from beamline.report import read_rollouts, rollouts_path
 from beamline.report.mismatch import read_mismatch
 from beamline.runtime.console import RunConsole
+from beamline.runtime.subject import find_subject
 from tests.system.conftest import Cli
 from tests.system.runs import PER_STEP, SAMPLES, TINY
 from tests.system.test_report_page import BROWSER, rendered
@@ -49,7 +49,8 @@ def test_the_starter_as_it_is_has_nothing_to_explain(cli: Cli) -> None:
     ended = cli("mismatch", "starter", *SHORT, "--sequences", 3)
     assert ended.code == 0
     assert "agree to the last bit" in ended.out
-    assert "0.7 (what if)" in ended.out
+    assert "0.7" in ended.out
+    assert ended.out.count("what if") == 7
 
 
 def test_the_same_seed_gives_the_same_figures(cli: Cli) -> None:

@@ -12,12 +12,12 @@ from beamline.config import load_config
 from beamline.config.schema import RunConfig
 from beamline.mismatch.evaluator import Evaluator
 from beamline.mismatch.frozen import FrozenBatch
-from beamline.mismatch.subject import Subject, Weights
 from beamline.policy import model
 from beamline.policy.lora import lora_shape
 from beamline.rollout.collect import to_rollout
 from beamline.runtime.console import RunConsole
 from beamline.runtime.engines import sampler_of
+from beamline.runtime.subject import Subject, Weights
 from tests.contract.engines import adapters_for
 from tests.contract.sampling import requests, run
 from tests.tiny_beam import random_beam

@@ -12,11 +12,11 @@ from beamline.config.schema import RunConfig
 from beamline.learner.torch import TorchLearner
 from beamline.mismatch.frozen import FrozenBatch
 from beamline.mismatch.setup import learner_setup, sampler_setup
-from beamline.mismatch.subject import Weights
 from beamline.policy.weights import named_tensors
 from beamline.rollout.local import worker
 from beamline.rollout.local.beam import BeamDecoder, Numerics
 from beamline.rollout.local.worker import NotFiniteError, Worker
+from beamline.runtime.subject import Weights
 from beamline.transfer.local import LocalChannel
 from tests.tiny_beam import CONTEXT, THETA, beam_shape
 from tests.unit.mismatch.cases import config_of, evaluator, frozen, weights_of

@@ -1,11 +1,11 @@
-"""Whose engines are compared: a run, a checkpoint or a model, with its settings and weights."""
+"""What a command is given to look at: a run, a checkpoint, an adapter or a model, with its settings and weights."""
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -13,12 +13,12 @@ from beamline.checkpoint import open_checkpoint
 from beamline.checkpoint.manifest import has_manifest
 from beamline.config import load_config
 from beamline.config.compose import escaped
-from beamline.config.schema import RunConfig
+from beamline.config.schema import LoraConfig, RunConfig
 from beamline.model.beam import ModelError
-from beamline.policy import model
+from beamline.policy import model, peft
 from beamline.policy.lora import Adapters
 from beamline.runtime.determinism import make_deterministic
-from beamline.runtime.engines import check_model, load_adapters, load_module
+from beamline.runtime.engines import check_model, load_adapters, load_module, model_folder
 from beamline.runtime.export import find_checkpoint, saved_adapters, saved_config
 from beamline.runtime.resume import run_state
 from beamline.starter import SETTINGS
@@ -35,7 +35,8 @@ class Weights(NamedTuple):
 class Subject:
     """What is looked at: its settings, where it stands, and where its weights lie.
 
-    ``checkpoint`` is None for a model folder; ``run`` is the folder of the run that was named, None for anything else.
+    ``checkpoint`` is None for a model or adapter; ``run`` is the folder of the run that was named, None for anything
+    else.
     """
 
     name: str
@@ -74,11 +75,11 @@ class Subject:
         return Weights(module, adapters)
 
 
-def find_subject(name: str, settings: Sequence[str]) -> Subject:
-    """What a name stands for: a run, a checkpoint, a model folder, or a packaged model.
+def find_subject(name: str, settings: Sequence[str], recipe: Path | None = None) -> Subject:
+    """What a name stands for: a run, a checkpoint, an adapter's folder, a model folder, or a packaged model.
 
-    Its settings are the checkpoint's, the packaged model's or the defaults; ``settings`` replace them. Threads and
-    deterministic algorithms are set from here on.
+    Its settings are the checkpoint's, the packaged model's or the defaults; ``recipe`` and ``settings`` replace them.
+    Threads and deterministic algorithms are set from here on.
 
     Raises:
         ModelError, ConfigError, CheckpointError: it cannot be used.
@@ -87,16 +88,37 @@ def find_subject(name: str, settings: Sequence[str]) -> Subject:
     checkpoint = find_checkpoint(path)
     run = path if (path / "metrics.jsonl").is_file() else None
     if checkpoint is None and run is not None:
-        raise ModelError(f"{name} has no checkpoint yet: there are no weights that sampler and learner could share")
-    base = SETTINGS.get(name, {}) if checkpoint is None else saved_config(checkpoint)
-    folder = name if checkpoint is None else base["model"]["path"]
-    config = load_config(None, [f"model.path={json.dumps(escaped(folder))}", *settings], base)
+        raise ModelError(f"{name} is a run that has no checkpoint yet: there are no weights to look at")
+    base, fixed = _described(name, checkpoint)
+    # As overrides, so that a recipe's own model does not take the place of the one that was asked for.
+    config = load_config(recipe, [*(f"{k}={json.dumps(escaped(v))}" for k, v in fixed.items()), *settings], base)
+    if peft.is_adapter(path) and not model_folder(config).is_dir():
+        raise ModelError(
+            f"{name} belongs to the model {config.model.path}, and that is no folder; "
+            "say where it is with --set model.path=DIR"
+        )
     check_model(config)
     make_deterministic(config.runtime.threads)
     if checkpoint is None:
         return Subject(name, config, None, None, 0, 0)
     opened = open_checkpoint(checkpoint)
     return Subject(name, config, checkpoint, run, opened.step, run_state(opened).problems_drawn)
+
+
+def _described(name: str, checkpoint: Path | None) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The settings that lie lowest, and those that say which model and which adapters were asked for."""
+    base: Mapping[str, Any] = SETTINGS.get(name, {})
+    path, lora = name, LoraConfig().model_dump(mode="json")
+    if checkpoint is not None:
+        base = saved_config(checkpoint)
+        saved = load_config(None, base=base)
+        path, lora = saved.model.path, saved.policy.lora.model_dump(mode="json")
+    elif peft.is_adapter(Path(name)):
+        found = peft.describe(Path(name))
+        base, path = SETTINGS.get(found.base, {}), found.base
+        lora |= {"rank": found.lora.rank, "alpha": found.lora.alpha, "targets": list(found.lora.targets or ())}
+        lora |= {"experts": found.lora.experts, "adapter_path": name}
+    return base, {"model.path": path} | {f"policy.lora.{key}": value for key, value in lora.items()}
 
 
 def _before(checkpoint: Path, step: int) -> tuple[int, Path] | None:
