@@ -185,6 +185,9 @@ def export(
     model: Annotated[Path, typer.Argument(help="A run folder (its newest checkpoint), or a checkpoint.")],
     out: Annotated[Path, typer.Argument(help="The folder to make; there must be none of that name.")],
     merge: Annotated[bool, typer.Option("--merge", help="Add adapters to the weights that they belong to.")] = False,
+    base: Annotated[
+        Path | None, typer.Option(help="Where the model that training began from lies now, if it was moved.")
+    ] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face model folder: config, tokenizer, safetensors.
 
@@ -194,7 +197,7 @@ def export(
     """
     from beamline.runtime.export import export_model
 
-    export_model(model, out, merge)
+    export_model(model, out, merge, base)
     Console(soft_wrap=True, emoji=False).print(f"exported to {out}", highlight=False, markup=False)
 
 
@@ -257,7 +260,7 @@ def main() -> None:
         if not _interrupted(error):
             raise
         raise SystemExit(130) from None
-    except (BeamlineError, OSError) as error:
+    except (BeamlineError, OSError, FloatingPointError) as error:
         console = Console(stderr=True, soft_wrap=True, emoji=False)
         console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False)
         code = error.exit_code if isinstance(error, BeamlineError) else 1

@@ -7,7 +7,7 @@ from pathlib import Path
 from beamline.algorithms.evaluation import SetResult, set_result
 from beamline.chat import BeamChat
 from beamline.checkpoint import write_atomic
-from beamline.checkpoint.files import make_folder, write_json
+from beamline.checkpoint.files import make_empty_folder, make_folder, write_json
 from beamline.config.schema import FileSource, RunConfig
 from beamline.data import DataError, ProblemSet
 from beamline.records import SamplingParams
@@ -86,9 +86,10 @@ def evaluate_model(
 
     Raises:
         ModelError, DataError, ConfigError, CheckpointError: the model, data or settings cannot be used.
+        FileExistsError: there is something in ``out``.
     """
     if out is not None:
-        _check_free(out)
+        make_empty_folder(out)
     subject = find_subject(name, settings, recipe)
     config, step, (module, adapters) = subject.config, subject.step, subject.weights()
     chat = load_chat(config)
@@ -118,13 +119,6 @@ def _show(console: RunConsole, measured: Mapping[str, SetResult], k: int, out: P
         else:
             where = out / f"{name}.problems.jsonl" if out else "--out DIR writes it"
             console.print(f"how each of the {len(of.problems):,} problems of {name} went: {where}")
-
-
-def _check_free(out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    there = next(out.iterdir(), None)
-    if there is not None:
-        raise DataError(f"{there} is there already; give --out an empty folder")
 
 
 def _problem_sets(config: RunConfig, files: Sequence[Path], chat: BeamChat) -> dict[str, ProblemSet]:

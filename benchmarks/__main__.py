@@ -10,7 +10,9 @@ import argparse
 import subprocess
 import sys
 
-BENCHMARKS = ("sampling", "learner", "step", "memory", "profile", "grading", "prepare", "quickstart", "algorithms")
+BENCHMARKS = (
+    "sampling", "learner", "step", "memory", "lora", "profile", "grading", "prepare", "quickstart", "algorithms",
+)  # fmt: skip
 
 
 def main() -> None:

@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def with_policy(config: RunConfig, **policy: Any) -> RunConfig:
-    """A configuration with some settings of the section ``policy``."""
+    """A configuration whose section ``policy`` says this and nothing else."""
     return RunConfig.model_validate(config.model_dump() | {"policy": policy})
 
 

@@ -112,6 +112,19 @@ def make_folder(path: Path) -> None:
     fsync_dir(path.parent)
 
 
+def make_empty_folder(path: Path) -> None:
+    """Create a folder and its parents for what is written next; one that exists has to be empty.
+
+    Raises:
+        FileExistsError: something is in it.
+        OSError: as for :func:`make_folder`.
+    """
+    make_folder(path)
+    there = min(path.iterdir(), default=None)
+    if there is not None:
+        raise FileExistsError(f"{there} is there already; give an empty folder, or a name that is free")
+
+
 def rename_folder(source: Path, target: Path) -> None:
     """Give a folder another name beside its old one, at once, and wait until that is on disk.
 

@@ -54,16 +54,22 @@ class ChatConfig(Section):
         return arguments
 
 
+Target = Annotated[str, Field(pattern=r"^[a-z_]+(\.[a-z_]+)*$")]
+
+RANK_STEP = 8
+"""Ranks are multiples of it: rows of grouped matrix products are aligned."""
+
+
 class LoraConfig(Section):
     """Low-rank adapters on linear layers: each adds `alpha / rank * B A x`, and the model itself stays as it is."""
 
-    rank: Annotated[int, Field(ge=0, le=1024, multiple_of=8)] = 0
+    rank: Annotated[int, Field(ge=0, le=1024, multiple_of=RANK_STEP)] = 0
     """Rows of A and columns of B; 0 = no adapters, and every weight is trained."""
-    alpha: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    alpha: Annotated[float, Field(ge=1e-3, le=1e6)] | None = None
     """What an adapter adds is multiplied by `alpha / rank`; unset = `rank`."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of each adapter's inputs that an update leaves out, at random. Nothing is left out in sampling."""
-    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    targets: Literal["all-linear"] | Annotated[list[Target], Field(min_length=1)] = "all-linear"
     """Which linear layers: all of attention, dense MLPs and experts, or those with these names or ends of names, such
     as `q_proj`, `self_attn.gate_proj` or `experts.down_proj`. Router, norms, embeddings and head are never adapted."""
     experts: Literal["per_expert", "shared_per_layer", "none"] = "per_expert"
@@ -301,7 +307,8 @@ class CheckpointConfig(Section):
     keep: NonNegative = 2
     """Newest checkpoints that are kept; 0 = all."""
     export: bool = True
-    """At the end, also write the model as a Hugging Face folder under `<output>/export/`."""
+    """At the end, also write the model as a Hugging Face folder, or its adapters in PEFT's format, under
+    `<output>/export/`."""
     resume: str = "none"
     """`none` (a folder that already holds a run is an error), `latest` (begins anew where nothing was saved), or the
     path of a checkpoint: the newest of this run, or any of another one, to branch off from."""
@@ -330,6 +337,10 @@ class RuntimeConfig(Section):
     threads: Threads = 2
     """CPU threads of sampler and learner. Another number gives other gradients in the last bits, so it is stored and
     checked on resume."""
+
+
+def _of_experts(targets: list[str]) -> list[str]:
+    return [target for target in targets if "expert" in target]
 
 
 class RunConfig(Section):
@@ -379,7 +390,7 @@ class RunConfig(Section):
             for key in sorted(lora.model_fields_set - {"rank"}):
                 if getattr(lora, key) != LoraConfig.model_fields[key].default:
                     yield f"policy.lora.{key} has no use without adapters: set policy.lora.rank, or leave it out"
-        elif lora.experts == "none" and (left_out := [t for t in lora.targets if "expert" in t]):
+        elif lora.experts == "none" and lora.targets != "all-linear" and (left_out := _of_experts(lora.targets)):
             yield (
                 f"policy.lora.experts=none leaves out {', '.join(left_out)} of policy.lora.targets: use "
                 "policy.lora.experts=per_expert, or other targets"

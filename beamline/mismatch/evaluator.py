@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -9,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from beamline.kernels.parallel import over_items
-from beamline.learner.torch import TorchLearner
-from beamline.mismatch.attention import attention_logprobs
+from beamline.learner.torch.evaluation import Evaluation, every_row
+from beamline.mismatch.attention import torch_attention
 from beamline.mismatch.frozen import Floats, FrozenBatch
 from beamline.mismatch.setup import RoutesOf, Setup, learner_setup
 from beamline.model.beam import BeamShape
+from beamline.policy import parity
 from beamline.policy.positions import rope_theta
 from beamline.policy.weights import named_tensors
 from beamline.records import Rollout
@@ -22,7 +24,6 @@ from beamline.rollout.local.worker import Routes, Worker
 from beamline.runtime.console import PhaseBar, RunConsole
 from beamline.runtime.engines import check_model, positions
 from beamline.runtime.subject import Subject, Weights
-from beamline.transfer.local import LocalChannel
 
 
 class Evaluator:
@@ -68,16 +69,11 @@ class Evaluator:
         policy = self._config.policy.model_copy(
             update={"parity": setup.engine != "module", "r3": setup.routes == "recorded"}
         )
+        own = partial(parity.hidden_states, attend=torch_attention) if setup.engine == "torch attention" else None
+        evaluation = Evaluation(module, policy, adapters, own)
+        limit = self._config.learner.micro_batch_tokens if setup.packed else 1
         with self._console.phase("evaluating", len(self._batch.rollouts)) as bar:
-            if setup.engine == "torch attention":
-                found = attention_logprobs(module, adapters, policy, self._batch.experiences)
-            else:
-                limit = self._config.learner.micro_batch_tokens if setup.packed else 1
-                config = self._config.learner.model_copy(update={"micro_batch_tokens": limit})
-                learner = TorchLearner(module, policy, config, LocalChannel(), adapters)
-                logprobs = learner.forward(self._batch.experiences, ["logprobs"]).logprobs
-                assert logprobs is not None
-                found = logprobs
+            found, _ = evaluation.of_sequences(self._batch.experiences, limit, every_row)
             for rollout in self._batch.rollouts:
                 bar.advance(rollout.response_tokens)
         return _of_responses(self._batch.rollouts, found)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
+from beamline.checkpoint.files import make_empty_folder
 from beamline.mismatch.causes import causes, size
 from beamline.mismatch.evaluator import Evaluator
 from beamline.mismatch.frozen import freeze
@@ -52,10 +53,10 @@ def explain_mismatch(name: str, settings: Sequence[str], sequences: int, as_text
 
     Raises:
         ModelError, DataError, ConfigError, CheckpointError, SamplingStalledError: it cannot be measured.
-        FileExistsError: ``out`` holds such files already.
+        FileExistsError: there is something in ``out``.
     """
     if out is not None:
-        _check_free(out)
+        make_empty_folder(out)
     with redirect_stdout(sys.stderr) if as_text else nullcontext():
         subject = find_subject(name, settings)
         with RunConsole(subject.config.steps, subject.config.steps) as console:
@@ -74,12 +75,5 @@ def _write(subject: Subject, found: Mismatch, out: Path | None) -> list[Path]:
     if subject.run is not None:
         written += [write_mismatch(subject.run, found), write_report(subject.run, subject.config.report.samples)]
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         written += [write_mismatch(out, found), write_mismatch_page(out, found)]
     return written
-
-
-def _check_free(out: Path) -> None:
-    for name in ("mismatch.json", "mismatch.html"):
-        if (out / name).exists():
-            raise FileExistsError(f"{out / name} is there already; give --out another folder, or remove it")

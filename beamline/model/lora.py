@@ -90,7 +90,7 @@ def sites(shape: BeamShape, lora: LoraShape) -> tuple[Site, ...]:
             none of their linear layers is a target.
     """
     possible = [site for layer in range(shape.num_hidden_layers) for site in _layer(shape, lora, layer)]
-    names = {_kind(site, projection) for site in possible for projection in site.projections}
+    names = {kind_of(f"{site.place}.{projection}") for site in possible for projection in site.projections}
     if lora.targets is not None:
         unmatched = [target for target in lora.targets if not any(_matches(name, target) for name in names)]
         if unmatched:
@@ -144,14 +144,14 @@ def _site(
     lora: LoraShape, layer: int, place: str, outputs: dict[str, int], inputs: int, sets: int | None = None,
     experts: int | None = None,
 ) -> Site:  # fmt: skip
-    site = Site(layer, place, tuple(outputs), tuple(outputs.values()), (), inputs, sets, experts)
-    adapted = tuple(p for p in outputs if lora.targets is None or _is_named(_kind(site, p), lora.targets))
-    return Site(layer, place, site.projections, site.outputs, adapted, inputs, sets, experts)
+    kinds = {projection: kind_of(f"{place}.{projection}") for projection in outputs}
+    adapted = tuple(p for p, kind in kinds.items() if lora.targets is None or _is_named(kind, lora.targets))
+    return Site(layer, place, tuple(outputs), tuple(outputs.values()), adapted, inputs, sets, experts)
 
 
-def _kind(site: Site, projection: str) -> str:
-    """The name of a projection without its layer and expert: ``mlp.experts.gate_proj``."""
-    return f"{site.place.removeprefix(f'model.layers.{site.layer}.')}.{projection}"
+def kind_of(linear: str) -> str:
+    """The name of a linear layer without layer and expert: ``mlp.experts.gate_proj``."""
+    return ".".join(part for part in linear.removeprefix("model.layers.").split(".") if not part.isdigit())
 
 
 def _matches(name: str, target: str) -> bool:

@@ -62,7 +62,7 @@ class Heads(NamedTuple):
 
 
 Attend = Callable[[Floats, Floats, Floats, Floats, Packed, int, Heads], None]
-"""What :func:`attend` does, and what may take its place in a pass without gradients."""
+"""What :func:`attend` does, and what may take its place in a pass without gradients: ``backward`` refuses it."""
 
 
 def norm(x: Tensor, module: Any) -> Tensor:
@@ -187,6 +187,8 @@ class _Attention(torch.autograd.Function):
         qkvg, q, k, attended = (tensor.numpy() for tensor in held)
         config, sliding, window = ctx.config, ctx.sliding, ctx.window
         packed: Packed = ctx.packed
+        if packed.attend is not attend:
+            raise RuntimeError("a pass with another attention than the kernels' has no gradients: use torch.no_grad()")
         heads, eps, positions = _heads(config), config.rms_norm_eps, packed.positions_N
         qw, kw, bias = array(q_norm), array(k_norm), array(gate_bias)
         dgated, dqkvg, dattended = array(dy), new(*qkvg.shape), new(*attended.shape)

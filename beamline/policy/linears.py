@@ -77,19 +77,19 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, a: Tensor | None, b: Tensor | None, scale: float, groups: Groups
     ) -> Tensor:
-        ends, order, choices = groups.ends, groups.picks, groups.choices
-        source, w, rows, depth = array(x), array(weight.transpose(1, 2)).reshape(-1), int(ends[-1]), x.shape[1]
-        at, bt, sets = np.empty(0, np.float32), np.empty(0, np.float32), 1
-        out, z = new(rows, weight.shape[1]), new(rows, 0 if a is None else a.shape[1])
+        order, rows = groups.picks, int(groups.ends[-1])
+        source, w, depth, width = array(x), array(weight.transpose(1, 2)), x.shape[1], weight.shape[1]
+        at, bt = new(1, depth, 0), new(1, 0, width)
         if a is not None and b is not None:
-            at, bt, sets = array(a.transpose(1, 2)).reshape(-1), array(b.transpose(1, 2)).reshape(-1), len(a)
+            at, bt = array(a.transpose(1, 2)), array(b.transpose(1, 2))
+        out, z = new(rows, width), new(rows, at.shape[2])
 
         def work(first: int, last: int) -> None:
             scratch = new(last - first if len(order) else 0, depth)
-            layers.grouped_linear(source, order, choices, w, 0, ends, at, 0, bt, 0, sets, np.float32(scale), out, z,
+            layers.grouped_linear(source, order, groups.choices, w, groups.ends, at, bt, np.float32(scale), out, z,
                                   scratch, first, last, False)  # fmt: skip
 
-        over_rows(rows, work, functions.ROWS * (2 if len(ends) > 1 else 1))
+        over_rows(rows, work, functions.ROWS * (2 if len(groups.ends) > 1 else 1))
         ctx.save_for_backward(x, weight, a, b, torch.from_numpy(z))
         ctx.scale, ctx.groups = scale, groups
         return torch.from_numpy(out)

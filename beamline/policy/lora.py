@@ -57,8 +57,6 @@ class Adapters(nn.Module):
     def __init__(self, shape: BeamShape, lora: LoraShape, init: Init, seed: int) -> None:
         super().__init__()
         self.lora, self.sites = lora, sites(shape, lora)
-        if not self.sites:
-            raise ModelError(f"policy.lora matched no linear layer (experts={lora.experts}, targets={lora.targets})")
         self.a = nn.ParameterList([_initial(site, lora.rank, init, seed) for site in self.sites])
         self.b = nn.ParameterList([torch.zeros(site.sets or 1, site.rows, lora.rank) for site in self.sites])
         self._index = {f"{site.place}.{p}": index for index, site in enumerate(self.sites) for p in site.projections}
@@ -86,9 +84,16 @@ class Adapters(nn.Module):
                     yield f"{place}.{projection}.lora_B.weight", matrix[rows]
 
     def merge_into(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add ``scale * B A`` to the weights of a model, given as views under their checkpoint names."""
+        """Add ``scale * B A`` to the weights of a model, given as views under their checkpoint names.
+
+        Raises:
+            ModelError: a sum is not finite.
+        """
         for name, delta in self.deltas():
-            tensors[name].copy_(tensors[name].float() + delta)
+            merged = tensors[name].float() + delta
+            if not bool(torch.isfinite(merged).all()):
+                raise ModelError(f"{name} would hold values that are not finite: the adapter's are too large to merge")
+            tensors[name].copy_(merged)
 
     def deltas(self) -> Iterator[tuple[str, Tensor]]:
         """The name of each adapted weight, and what its adapter adds to it."""

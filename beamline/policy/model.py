@@ -1,6 +1,8 @@
 """Loading, running and writing the Hugging Face module."""
 
+import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,12 +67,53 @@ def load(folder: Path, dtype: DType) -> nn.Module:
     return module
 
 
+def fingerprint(folder: Path) -> str:
+    """A hash of what a model folder computes: its shape and its tensors, however they are shared out over files.
+
+    Raises:
+        ModelError: a file is missing or corrupt.
+    """
+    shape, rope = BeamShape.from_folder(folder), BeamConfig.from_pretrained(folder).rope_parameters
+    digest = hashlib.sha256(f"{shape}{json.dumps(rope, sort_keys=True)}".encode())
+    tensors = {name: found for path in _weight_files(folder) for name, found in _stored(path)}
+    for name, (kind, size, content) in sorted(tensors.items()):
+        digest.update(f"{name} {kind} {size}".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _stored(path: Path) -> Iterator[tuple[str, tuple[str, list[int], memoryview]]]:
+    """Name, type, shape and bytes of each tensor of a safetensors file, which is mapped and not read."""
+    try:
+        content = np.memmap(path, mode="r").data
+        start = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(bytes(content[8:start]))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                first, last = entry["data_offsets"]
+                yield name, (entry["dtype"], entry["shape"], content[start + first : start + last])
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} is corrupt: {error}; copy the model again") from error
+
+
 def restore(module: nn.Module, reader: ShardReader) -> None:
     """Fill a model, or its adapters, with the weights of a checkpoint, whatever layout saved it.
 
     Raises:
-        CheckpointError: a tensor is missing, misshapen, of another type or not finite.
+        CheckpointError: the checkpoint is of other tensors: of every weight or of adapters, or of other adapters; one
+            is misshapen, of another type or not finite.
     """
+    saved, wanted = {part.name for part in reader.slices("policy")}, named_tensors(module).keys()
+    if saved != wanted:
+        kinds = {True: "an adapter", False: "every weight of a model"}
+        of_adapter = any(".lora_A." in name for name in saved)
+        raise CheckpointError(
+            f"{reader.folder} holds {kinds[of_adapter]}: {len(saved)} tensors, of which {len(saved - wanted)} have no "
+            f"place and {len(wanted - saved)} are missing, first {min(saved ^ wanted)}; use its own model and "
+            "policy.lora settings"
+        )
     for name, tensor in named_tensors(module).items():
         whole = TensorSlice.whole(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
         tensor.copy_(torch.from_numpy(reader.read("policy", whole)).view(tensor.dtype))

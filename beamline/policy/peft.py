@@ -6,12 +6,11 @@ tensors' file: how experts share, and which weights the adapter was trained besi
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,8 +18,10 @@ from torch import Tensor
 
 from beamline.checkpoint import write_atomic
 from beamline.checkpoint.files import Bytes, make_folder, write_json
+from beamline.config.schema import RANK_STEP
 from beamline.model.beam import ModelError
-from beamline.model.lora import ExpertAdapters, LoraShape, Site
+from beamline.model.layout import DType
+from beamline.model.lora import ExpertAdapters, LoraShape, Site, kind_of
 from beamline.policy.lora import Adapters
 from beamline.policy.weights import named_tensors
 
@@ -28,9 +29,10 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
-_EXPERTS, _BASE = "beamline.experts", "beamline.base_sha256"  # keys of the metadata
+_EXPERTS, _BASE, _DTYPE = "beamline.experts", "beamline.base_sha256", "beamline.base_dtype"  # in the metadata
 _STORED = (torch.float32, torch.bfloat16, torch.float16)
 _SHOWN = 3  # names in a message
+_MOST = 1_000_000  # of rank and alpha
 
 # Linears that PEFT takes for experts wherever they stand: it looks for them in the stacked parameters of Beam.
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
@@ -54,6 +56,7 @@ class AdapterFolder:
 
     base: str
     base_sha256: str
+    base_dtype: str
     lora: LoraShape
 
 
@@ -62,12 +65,13 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def save(adapters: Adapters, folder: Path, base: str, base_sha256: str = "") -> None:
+def save(adapters: Adapters, folder: Path, base: str, base_sha256: str = "", base_dtype: DType = "float32") -> None:
     """Write ``adapter_model.safetensors`` and ``adapter_config.json``; the folder is made where there is none.
 
     The configuration comes last: a folder without one is no adapter.
 
-    ``base`` and ``base_sha256`` are the model's folder or name and the fingerprint of its weights. PEFT reads the
+    ``base``, ``base_sha256`` and ``base_dtype`` are the model's folder or name, its fingerprint, and the type of its
+    weights beside the adapter. PEFT reads the
     files for a Beam, but for experts with an adapter on gate or up and none on the other, which it refuses.
 
     Raises:
@@ -77,7 +81,7 @@ def save(adapters: Adapters, folder: Path, base: str, base_sha256: str = "") -> 
     (folder / CONFIG).unlink(missing_ok=True)
     own = named_tensors(adapters)
     stored = {name: own[canonical] for name, canonical in _file_names(adapters.sites)}
-    metadata = {"format": "pt", _EXPERTS: adapters.lora.experts, _BASE: base_sha256}
+    metadata = {"format": "pt", _EXPERTS: adapters.lora.experts, _BASE: base_sha256, _DTYPE: base_dtype}
     write_atomic(folder / WEIGHTS, _chunks(stored, metadata))
     write_json(folder / CONFIG, _config(adapters, base))
 
@@ -120,12 +124,18 @@ def describe(folder: Path) -> AdapterFolder:
         raise ModelError(f"{folder / CONFIG}: base_model_name_or_path={base!r} does not name the model")
     with _opened(folder / WEIGHTS) as file:
         metadata = file.metadata() or {}
-        targets = {_kind(name.removeprefix(_PREFIX).rsplit(".", 2)[0]) for name in file.keys()}  # noqa: SIM118
+        targets = {kind_of(name.removeprefix(_PREFIX).rsplit(".", 2)[0]) for name in file.keys()}  # noqa: SIM118
+    if not targets:
+        raise ModelError(f"{folder / WEIGHTS} holds no tensor of an adapter")
     experts: ExpertAdapters = "none"
     if any("mlp.experts." in target for target in targets):
         experts = cast(ExpertAdapters, metadata.get(_EXPERTS, "per_expert"))
+        if experts not in get_args(ExpertAdapters):
+            raise ModelError(
+                f"{folder / WEIGHTS}: {_EXPERTS}={experts!r} is none of {', '.join(get_args(ExpertAdapters))}"
+            )
     lora = LoraShape(settings["r"], float(settings["lora_alpha"]), tuple(sorted(targets)), experts)
-    return AdapterFolder(base, metadata.get(_BASE, ""), lora)
+    return AdapterFolder(base, metadata.get(_BASE, ""), metadata.get(_DTYPE, "float32"), lora)
 
 
 def _file_names(sites: Sequence[Site]) -> Iterator[tuple[str, str]]:
@@ -140,11 +150,6 @@ def _file_names(sites: Sequence[Site]) -> Iterator[tuple[str, str]]:
                 at = f"{_PREFIX}{place}.{projection}"
                 yield f"{at}.lora_A.weight", f"{held}.{site.adapted[0]}.lora_A.weight"
                 yield f"{at}.lora_B.weight", f"{held}.{projection}.lora_B.weight"
-
-
-def _kind(linear: str) -> str:
-    """The name of a linear layer without layer and expert: ``mlp.experts.gate_proj``."""
-    return ".".join(part for part in linear.removeprefix("model.layers.").split(".") if not part.isdigit())
 
 
 def _why_equal(adapters: Adapters) -> str:
@@ -166,7 +171,7 @@ def _config(adapters: Adapters, base: str) -> dict[str, Any]:
     for site in adapters.sites:
         for projection in site.adapted:
             if projection in _OF_EXPERTS and site.experts is None:
-                parameters.add(f"{_kind(site.place)}.{projection}.weight")
+                parameters.add(f"{kind_of(site.place)}.{projection}.weight")
             else:
                 modules.add(projection)
     if modules & {"gate_proj", "up_proj"}:
@@ -217,16 +222,20 @@ def _read_config(folder: Path) -> dict[str, Any]:
         settings = json.loads(path.read_text())
     except FileNotFoundError:
         raise ModelError(f"{path} is missing: {folder} is no adapter in PEFT's format") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     if not isinstance(settings, dict):
         raise ModelError(f"{path} holds a {type(settings).__name__}, not an object")
     if settings.get("peft_type") != "LORA":
         raise ModelError(f"{path}: peft_type is {settings.get('peft_type')!r}, and only 'LORA' can be read")
     for field, kinds in (("r", int), ("lora_alpha", (int, float))):
         value = settings.get(field)
-        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise ModelError(f"{path}: {field}={value!r} is not a positive number")
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value <= _MOST:
+            raise ModelError(f"{path}: {field} is no number above 0 and up to {_MOST:,}")
+    if settings["r"] % RANK_STEP:
+        raise ModelError(f"{path}: r={settings['r']}, and ranks are multiples of {RANK_STEP} here")
     relevant = {key: value for key, value in settings.items() if key not in _WITHOUT_EFFECT}
     unread = [f"{key}={value!r}" for key, value in relevant.items() if value not in _ALLOWED.get(key, _UNSET)]
     if unread:
@@ -243,6 +252,8 @@ def _opened(path: Path) -> Iterator[Any]:
         raise ModelError(f"{path} is missing") from None
     except SafetensorError as error:
         raise ModelError(f"{path} is corrupt: {error}; copy the adapter again") from error
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
 
 
 def _check_names(path: Path, found: set[str], names: Mapping[str, str], lora: LoraShape) -> None:

@@ -15,11 +15,11 @@ from beamline.report.metrics import DamagedFileError, read_metrics
 from beamline.report.mismatch import (
     Mismatch,
     conclusion,
-    mismatch_figures,
     mismatch_headlines,
     number,
     read_mismatch,
 )
+from beamline.report.mismatch_figures import mismatch_figures
 from beamline.report.problems import read_results
 from beamline.report.rollouts import find_rollouts, read_rollouts
 from beamline.report.summary import Sample, cautions, choose_samples, headlines

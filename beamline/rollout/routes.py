@@ -45,7 +45,7 @@ def _fault(routes: NDArray[np.unsignedinteger] | None, tokens: int, shape: BeamS
         return f"has routes of shape {routes.shape}, not {wanted} (tokens, MoE layers, experts)"
     if routes.dtype != dtype:
         return f"has routes of type {routes.dtype}, not {dtype} as for {experts} experts"
-    if not routes.any():
+    if shape.num_experts_per_tok > 1 and not routes.any():  # of one expert a token it may be true
         return "has routes that are all 0: the engine recorded nothing"
     token, layer, choice = first_fault(routes, experts)
     if token < 0:

@@ -1,6 +1,5 @@
 """Building the model, the two engines and their channel for a run, all in this process."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -79,17 +78,13 @@ def load_module(config: RunConfig) -> nn.Module:
 
 
 def base_fingerprint(config: RunConfig) -> str:
-    """A hash of the weights in the model's folder where a checkpoint does not hold what a run needs of them.
+    """A hash of the model in the folder where a checkpoint does not hold what a run needs of them.
 
     They are frozen under adapters, or the reference of a KL penalty; else it is empty.
     """
     if config.algorithm.kl.place == "none" and config.policy.lora.rank == 0:
         return ""
-    digest = hashlib.sha256()
-    for path in sorted(model_folder(config).glob("*.safetensors")):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+    return model.fingerprint(model_folder(config))
 
 
 def check_base(config: RunConfig, trained_on: str, adapter: Path) -> None:
@@ -100,13 +95,15 @@ def check_base(config: RunConfig, trained_on: str, adapter: Path) -> None:
     """
     if base_fingerprint(config) != trained_on:
         raise ModelError(
-            f"{adapter} was trained beside other weights than those in {model_folder(config)} now, "
-            "for which it has no meaning: put the old weights back"
+            f"{adapter} was trained beside another model than the one in {model_folder(config)} now, "
+            "for which it has no meaning: put the old one back, or say where it is (model.path)"
         )
 
 
-def load_adapters(config: RunConfig) -> Adapters | None:
-    """The adapters that a run trains, as it begins; None where it trains every weight.
+def load_adapters(config: RunConfig, begins: bool = True) -> Adapters | None:
+    """The adapters that a run trains; None where it trains every weight.
+
+    Where it does not begin, the values of a checkpoint will take the place of theirs, and no folder is read.
 
     Raises:
         ModelError: they match no linear layer, or the adapter to begin from does not fit or is of another base.
@@ -116,7 +113,7 @@ def load_adapters(config: RunConfig) -> Adapters | None:
     if lora is None:
         return None
     adapters = Adapters(check_model(config), lora, settings.init, config.seed)
-    if settings.adapter_path is not None:
+    if settings.adapter_path is not None and begins:
         folder = settings.adapter_path.expanduser()
         peft.load(adapters, folder)
         trained_on = peft.describe(folder).base_sha256
@@ -141,13 +138,15 @@ def load_chat(config: RunConfig) -> BeamChat:
     return chat
 
 
-def build(config: RunConfig) -> Engines:
+def build(config: RunConfig, begins: bool = True) -> Engines:
     """Load the model and build both engines; under adapters the sampler is given the weights once, here.
+
+    A run that does not begin has its learner load a checkpoint next.
 
     Raises:
         ModelError: the model folder cannot be used.
     """
-    module, adapters, channel = load_module(config), load_adapters(config), LocalChannel()
+    module, adapters, channel = load_module(config), load_adapters(config, begins), LocalChannel()
     needs_copy = config.algorithm.kl.place != "none" and adapters is None
     reference = load_module(config) if needs_copy else None
     learner = TorchLearner(module, config.policy, config.learner, channel, adapters, reference)

@@ -1,5 +1,6 @@
 """A checkpoint as a folder that others read: a Hugging Face model, or an adapter in PEFT's format."""
 
+import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -40,10 +41,10 @@ def export(config: RunConfig, checkpoint: Path, folder: Path, merge: bool = Fals
         raise ModelError(f"{checkpoint} holds every weight and no adapter to merge: export it without --merge")
     with _replacing(folder) as staging:
         if adapters is not None and not merge:
-            peft.save(adapters, staging, config.model.path, run_state(opened).base)
+            peft.save(adapters, staging, config.model.path, run_state(opened).base, config.policy.dtype)
             _copy(_TOKENIZER, config, staging)
             return
-        module = model.load(model_folder(config), DTYPE)
+        module = model.load(model_folder(config), config.policy.dtype).float()  # as it was beside the adapters
         if adapters is None:
             model.restore(module, opened.reader)
         else:
@@ -52,8 +53,10 @@ def export(config: RunConfig, checkpoint: Path, folder: Path, merge: bool = Fals
         _copy((*_TOKENIZER, _GENERATION), config, staging)
 
 
-def export_model(path: Path, folder: Path, merge: bool = False) -> None:
+def export_model(path: Path, folder: Path, merge: bool = False, base: Path | None = None) -> None:
     """Write a checkpoint, or the newest one of a run, as :func:`export` does.
+
+    ``base`` is where the model lies that training began from, if that is no longer where it was.
 
     Raises:
         ModelError: there is no checkpoint, there are no adapters to merge, or their base has changed.
@@ -65,7 +68,8 @@ def export_model(path: Path, folder: Path, merge: bool = False) -> None:
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
         raise ModelError(f"{path} is neither a run with a checkpoint nor a checkpoint")
-    export(load_config(None, base=saved_config(checkpoint)), checkpoint, folder, merge)
+    moved = [] if base is None else [f"model.path={json.dumps(escaped(str(base)))}"]
+    export(load_config(None, moved, saved_config(checkpoint)), checkpoint, folder, merge)
 
 
 def find_checkpoint(path: Path) -> Path | None:
@@ -104,7 +108,7 @@ def saved_adapters(config: RunConfig, checkpoint: Checkpoint) -> Adapters | None
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
     """A hidden folder to write into; at the end it takes the place of ``folder``, and after an error it is removed."""
-    staging, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("staging", "old"))
+    staging, old = (folder.with_name(f".{folder.name}.beamline-{kind}") for kind in ("staging", "old"))
     if staging.exists():
         remove_tree(staging)
     if old.exists() and folder.exists():  # a crash came before it was removed

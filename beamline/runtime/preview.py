@@ -29,7 +29,7 @@ def preview(config: RunConfig) -> str:
     if checkpoint is not None:
         open_from(config, data, base_fingerprint(config), checkpoint)
     load_module(config)
-    load_adapters(config)
+    load_adapters(config, begins=checkpoint is None)
     algorithm = config.algorithm
     parameters = sum(prod(spec.shape) for spec in tensors(shape))
     samples = algorithm.prompts_per_step * algorithm.samples_per_prompt

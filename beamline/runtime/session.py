@@ -133,7 +133,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     data = load_data(config, chat)
     base = base_fingerprint(config)
     opened = None if checkpoint is None else open_from(config, data, base, checkpoint)
-    engines = build(config)
+    engines = build(config, begins=opened is None)
     if opened is not None:
         engines.learner.load(opened.reader)
     with alone_in(config.output), alone_in(config.checkpoint.dir) if config.checkpoint.dir else nullcontext():

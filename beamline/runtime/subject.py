@@ -16,7 +16,7 @@ from beamline.config.compose import escaped
 from beamline.config.schema import LoraConfig, RunConfig
 from beamline.model.beam import ModelError
 from beamline.policy import model, peft
-from beamline.policy.lora import Adapters
+from beamline.policy.lora import Adapters, lora_shape
 from beamline.runtime.determinism import make_deterministic
 from beamline.runtime.engines import check_model, load_adapters, load_module, model_folder
 from beamline.runtime.export import find_checkpoint, saved_adapters, saved_config
@@ -101,6 +101,7 @@ def find_subject(name: str, settings: Sequence[str], recipe: Path | None = None)
     make_deterministic(config.runtime.threads)
     if checkpoint is None:
         return Subject(name, config, None, None, 0, 0)
+    _check_adapters(config, checkpoint)
     opened = open_checkpoint(checkpoint)
     return Subject(name, config, checkpoint, run, opened.step, run_state(opened).problems_drawn)
 
@@ -108,17 +109,32 @@ def find_subject(name: str, settings: Sequence[str], recipe: Path | None = None)
 def _described(name: str, checkpoint: Path | None) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """The settings that lie lowest, and those that say which model and which adapters were asked for."""
     base: Mapping[str, Any] = SETTINGS.get(name, {})
-    path, lora = name, LoraConfig().model_dump(mode="json")
+    asked: dict[str, Any] = {"model.path": name, "policy.dtype": "float32"}
+    lora = LoraConfig().model_dump(mode="json")
     if checkpoint is not None:
         base = saved_config(checkpoint)
         saved = load_config(None, base=base)
-        path, lora = saved.model.path, saved.policy.lora.model_dump(mode="json")
+        asked = {"model.path": saved.model.path, "policy.dtype": saved.policy.dtype}
+        lora = saved.policy.lora.model_dump(mode="json")
     elif peft.is_adapter(Path(name)):
         found = peft.describe(Path(name))
-        base, path = SETTINGS.get(found.base, {}), found.base
+        base, asked["model.path"] = SETTINGS.get(found.base, {}), found.base
+        if found.base_dtype == "bfloat16":
+            asked |= {"policy.dtype": "bfloat16", "policy.parity": False}
         lora |= {"rank": found.lora.rank, "alpha": found.lora.alpha, "targets": list(found.lora.targets or ())}
         lora |= {"experts": found.lora.experts, "adapter_path": name}
-    return base, {"model.path": path} | {f"policy.lora.{key}": value for key, value in lora.items()}
+    return base, asked | {f"policy.lora.{key}": value for key, value in lora.items()}
+
+
+def _check_adapters(config: RunConfig, checkpoint: Path) -> None:
+    """Adapters are those that were trained: nothing may be taken from them or added to them here.
+
+    Raises:
+        ModelError: a setting says that they are others.
+    """
+    saved, asked = load_config(None, base=saved_config(checkpoint)).policy.lora, config.policy.lora
+    if lora_shape(saved) != lora_shape(asked):
+        raise ModelError(f"{checkpoint} has the adapters of policy.lora={saved}, which no other settings can change")
 
 
 def _before(checkpoint: Path, step: int) -> tuple[int, Path] | None:

@@ -37,8 +37,7 @@ def pair_factory(request: pytest.FixtureRequest) -> PairFactory:
 
 @pytest.fixture(scope="module", autouse=True)
 def _deterministic() -> Iterator[None]:
-    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    strict = torch.are_deterministic_algorithms_enabled()
     make_deterministic(threads=1)
     yield
-    torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(strict)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, cast
 
-import torch
 from torch import nn
 
 from beamline.config.schema import LearnerConfig, LoraConfig, OptimizerConfig, PolicyConfig
 from beamline.learner.learner import Learner
 from beamline.learner.torch import TorchLearner
 from beamline.model.beam import BeamShape
+from beamline.model.layout import DType
 from beamline.model.lora import LoraShape
 from beamline.policy.lora import Adapters
 from beamline.policy.weights import module_layout, named_tensors
@@ -19,6 +19,7 @@ from beamline.rollout.local import LocalSampler, Numerics
 from beamline.rollout.sampler import Sampler
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
+from tests.adapters import random_adapters
 from tests.tiny_beam import CONTEXT, THETA, beam_shape
 
 Unfinished = Literal["keep", "abort"]
@@ -26,7 +27,7 @@ Unfinished = Literal["keep", "abort"]
 
 @dataclass(frozen=True)
 class SamplerBench:
-    """A sampler of sequences of up to ``CONTEXT`` tokens, and a hand that gives it a module's weights."""
+    """A sampler of sequences of up to ``CONTEXT`` tokens, and a hand that gives it a module's weights or an adapter."""
 
     sampler: Sampler
     give: Callable[[nn.Module, int, Unfinished], None]
@@ -43,9 +44,16 @@ class PairBench:
 
 class SamplerFactory(Protocol):
     def __call__(
-        self, weights: nn.Module | None, slots: int = ..., seed: int = ..., threads: int = ...
+        self,
+        weights: nn.Module | None,
+        slots: int = ...,
+        seed: int = ...,
+        threads: int = ...,
+        *,
+        lora: LoraShape | None = ...,
+        dtype: DType = ...,
     ) -> SamplerBench:
-        """A sampler with a module's weights as version 1, or with none."""
+        """A sampler with a module's weights as version 1, or with none; with room for an adapter, or for none."""
 
 
 class LearnerFactory(Protocol):
@@ -76,12 +84,20 @@ class PairFactory(Protocol):
         """A learner that starts from a module's weights, and a sampler without any, or without adapters only."""
 
 
-def local_sampler(weights: nn.Module | None, slots: int = 4, seed: int = 0, threads: int = 1) -> SamplerBench:
+def local_sampler(
+    weights: nn.Module | None,
+    slots: int = 4,
+    seed: int = 0,
+    threads: int = 1,
+    *,
+    lora: LoraShape | None = None,
+    dtype: DType = "float32",
+) -> SamplerBench:
     channel = LocalChannel()
-    sampler = LocalSampler(beam_shape(), Numerics(), THETA, slots, CONTEXT, seed, channel, threads)
+    sampler = LocalSampler(beam_shape(), Numerics(dtype), THETA, slots, CONTEXT, seed, channel, threads, lora)
 
     def give(module: nn.Module, version: int, unfinished: Unfinished) -> None:
-        moves = plan(module_layout(module), sampler.layout("full"))
+        moves = plan(module_layout(module), sampler.layout("adapter" if isinstance(module, Adapters) else "full"))
         channel.send(moves, named_tensors(module))
         sampler.receive(moves, version, unfinished)
 
@@ -90,15 +106,8 @@ def local_sampler(weights: nn.Module | None, slots: int = 4, seed: int = 0, thre
     return SamplerBench(sampler, give)
 
 
-@torch.no_grad()
-def adapters_for(module: nn.Module, lora: LoraShape, b: float = 0.0) -> Adapters:
-    """New adapters of a module; equal arguments give equal adapters."""
-    adapters = Adapters(BeamShape.from_config(cast(Any, module).config.to_dict()), lora, "kaiming", seed=0)
-    generator = torch.Generator().manual_seed(0)
-    for name, tensor in named_tensors(adapters).items():
-        if ".lora_B." in name:
-            tensor.copy_(b * torch.randn(tensor.shape, generator=generator))
-    return adapters
+def shape_of(module: nn.Module) -> BeamShape:
+    return BeamShape.from_config(cast(Any, module).config.to_dict())
 
 
 def torch_learner(
@@ -122,15 +131,14 @@ def torch_learner(
         r3=r3,
         activation_checkpointing=recompute,
     )
-    adapters = None if lora is None else adapters_for(module, lora, b)
+    adapters = None if lora is None else random_adapters(shape_of(module), lora, b)
     return TorchLearner(module, policy, config, channel or LocalChannel(), adapters, reference)
 
 
 def torch_local(module: nn.Module, *, lora: LoraShape | None = None, **settings: Any) -> PairBench:
     channel = LocalChannel()
     learner = torch_learner(module, channel=channel, lora=lora, **settings)
-    shape = BeamShape.from_config(cast(Any, module).config.to_dict())
-    sampler = LocalSampler(shape, Numerics(), THETA, 4, CONTEXT, 0, channel, lora=lora)
+    sampler = LocalSampler(shape_of(module), Numerics(), THETA, 4, CONTEXT, 0, channel, lora=lora)
     if lora is not None:
         base = plan(learner.layout("full"), sampler.layout("full"))
         learner.send(base)

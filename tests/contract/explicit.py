@@ -12,18 +12,10 @@ from torch.func import functional_call
 from transformers import BeamForCausalLM
 
 from beamline.learner.learner import Learner
-from beamline.model.lora import LoraShape
 from beamline.policy.dropout import Dropout
 from tests.contract.learning import batch, weights
 from tests.tiny_beam import reference
 
-LORAS = {
-    "per expert": LoraShape(8, 12.0),
-    "shared by the experts of a layer": LoraShape(16, 8.0, experts="shared_per_layer"),
-    "none on experts": LoraShape(8, 8.0, experts="none"),
-    "some targets": LoraShape(8, 24.0, targets=("k_proj", "self_attn.gate_proj", "experts.up_proj", "mlp.down_proj")),
-    "one target": LoraShape(8, 24.0, targets=("experts.down_proj",)),
-}
 SIZE = 0.1
 """Deviation of B: adapters change log-probabilities by a few tenths."""
 Stored = Mapping[str, Tensor]

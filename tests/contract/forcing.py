@@ -13,19 +13,9 @@ from transformers import BeamForCausalLM
 
 from beamline.learner.learner import Learner
 from beamline.records import Experience
-from beamline.rollout.routes import route_dtype
+from tests.adapters import Routes, random_routes
 from tests.contract.learning import batch
 from tests.tiny_beam import beam_shape, reference, teacher_forced
-
-Routes = NDArray[np.unsignedinteger]
-
-
-def any_routes(rows: int, seed: int, **changes: Any) -> Routes:
-    """Distinct experts at random ``[rows, L, K]`` for the tiny Beam: hardly ever those that a router would choose."""
-    shape = beam_shape(**changes)
-    every = np.broadcast_to(np.arange(shape.num_experts), (rows, len(shape.moe_layers), shape.num_experts))
-    shuffled = np.random.default_rng(seed).permuted(every, axis=-1)
-    return shuffled[..., : shape.num_experts_per_tok].astype(route_dtype(shape))
 
 
 def with_routes(sequence: Experience, routes: Routes | None) -> Experience:
@@ -34,7 +24,7 @@ def with_routes(sequence: Experience, routes: Routes | None) -> Experience:
 
 def routed_batch(**changes: Any) -> list[Experience]:
     """The sequences of :func:`batch`, each with routes at random."""
-    return [with_routes(e, any_routes(e.rows, seed, **changes)) for seed, e in enumerate(batch())]
+    return [with_routes(e, random_routes(beam_shape(**changes), e.rows, seed)) for seed, e in enumerate(batch())]
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def collect(sampler: Sampler, count: int) -> dict[Key, Completion]:
     """Poll until so many completions are there."""
     done: dict[Key, Completion] = {}
     while len(done) < count:
-        completions = sampler.poll(60.0)
+        completions = sampler.poll(300.0)
         assert completions, f"{len(done)} of {count} completions, and nothing more within a minute"
         for completion in completions:
             assert completion.key not in done
@@ -53,7 +53,7 @@ def start(sampler: Sampler, asked: Sequence[Request]) -> None:
     """Submit requests and return when they have been decoded for a few tokens: when one that is shorter is done."""
     marker = request(1, sample=999, max_tokens=5)
     sampler.submit([marker, *asked])
-    assert [completion.key for completion in sampler.poll(60.0)] == [marker.key]
+    assert [completion.key for completion in sampler.poll(300.0)] == [marker.key]
 
 
 def resumed(asked: Request, partial: Completion) -> Request:

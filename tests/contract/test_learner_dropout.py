@@ -14,8 +14,9 @@ from beamline.algorithms.loss import LossConfig
 from beamline.model.lora import LoraShape
 from beamline.policy.dropout import Dropout
 from beamline.records import Experience
+from tests.adapters import PER_EXPERT, loras
 from tests.contract.engines import LearnerFactory
-from tests.contract.explicit import LORAS, SIZE, doubles, gradients_of, logits_of_masked, logprobs_of
+from tests.contract.explicit import SIZE, doubles, gradients_of, logits_of_masked, logprobs_of
 from tests.contract.learning import (
     GRADIENT,
     LOSS,
@@ -32,10 +33,9 @@ from tests.tiny_beam import random_beam, reference
 SHARE = 0.3
 OLD = loss_of(on_policy=False)
 TOKENS = sum(e.rollout.response_tokens for e in batch())
-PER_EXPERT = LORAS["per expert"]
 
 
-@pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)
+@loras
 def test_dropout_leaves_out_inputs_of_adapters_alone(learner_factory: LearnerFactory, lora: LoraShape) -> None:
     learner = learner_factory(random_beam(), 40, lora=lora, b=SIZE, dropout=SHARE, **GRADIENT)
     plain, stored, following = reference(random_beam().double()), doubles(learner), iter(batch())

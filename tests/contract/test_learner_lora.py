@@ -13,8 +13,9 @@ from beamline.checkpoint import ShardReader, ShardWriter
 from beamline.model.lora import LoraShape, adapter_tensors
 from beamline.policy.lora import Adapters
 from beamline.policy.weights import raw
+from tests.adapters import PER_EXPERT, loras
 from tests.contract.engines import LearnerFactory, torch_learner
-from tests.contract.explicit import LORAS, SIZE, doubles, gradients_of, logits_of_merged, logprobs_of, merged
+from tests.contract.explicit import SIZE, doubles, gradients_of, logits_of_merged, logprobs_of, merged
 from tests.contract.forcing import routed_batch
 from tests.contract.learning import (
     GRADIENT,
@@ -30,7 +31,6 @@ from tests.contract.learning import (
 from tests.tiny_beam import beam_shape, random_beam, reference, teacher_forced
 
 TOKENS = sum(e.rollout.response_tokens for e in batch())
-PER_EXPERT = LORAS["per expert"]
 OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "warmup_updates": 6}
 
 
@@ -42,7 +42,7 @@ def digest(module: nn.Module) -> str:
     return made.hexdigest()
 
 
-@pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)
+@loras
 def test_gradients_are_those_of_an_explicit_model(learner_factory: LearnerFactory, lora: LoraShape) -> None:
     """The explicit model is in double precision but for norms and routers, ours in float32."""
     learner = learner_factory(random_beam(), lora=lora, b=SIZE, **GRADIENT)
@@ -56,7 +56,7 @@ def test_gradients_are_those_of_an_explicit_model(learner_factory: LearnerFactor
     assert stats.loss == pytest.approx(loss.item(), abs=1e-6)
 
 
-@pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)
+@loras
 @torch.no_grad()
 def test_logprobs_are_those_of_an_explicit_model(learner_factory: LearnerFactory, lora: LoraShape) -> None:
     learner = learner_factory(random_beam(), lora=lora, b=SIZE)
@@ -70,7 +70,7 @@ def test_logprobs_are_those_of_an_explicit_model(learner_factory: LearnerFactory
 # The model beside it
 
 
-@pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)
+@loras
 def test_only_adapters_change_in_training(learner_factory: LearnerFactory, lora: LoraShape) -> None:
     module = random_beam()
     learner = learner_factory(module, lora=lora, lr=1e-2)
@@ -122,7 +122,7 @@ def test_activation_checkpointing_changes_nothing(learner_factory: LearnerFactor
     assert all((found[0][name] == found[1][name]).all() for name in found[0])
 
 
-@pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)
+@loras
 def test_a_model_in_bfloat16_trains_adapters_in_float32(lora: LoraShape) -> None:
     """Routes are given, or routers would choose others; what is left is that activations have 8 bits."""
     module = random_beam(dtype="bfloat16")

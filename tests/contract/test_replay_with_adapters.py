@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from beamline.model.lora import LoraShape
 from beamline.policy.lora import Adapters
 from beamline.policy.weights import named_tensors
-from tests.contract.engines import LearnerFactory, adapters_for
+from tests.adapters import random_adapters
+from tests.contract.engines import LearnerFactory
 from tests.contract.forcing import assert_follows, forced, routed_batch
 from tests.contract.learning import (
     GRADIENT,
@@ -21,7 +22,7 @@ from tests.contract.learning import (
     updated_gradient,
     written_gradient,
 )
-from tests.tiny_beam import random_beam, reference
+from tests.tiny_beam import beam_shape, random_beam, reference
 
 ADAPTED = [LoraShape(8, 16.0, experts=experts) for experts in ("per_expert", "shared_per_layer")]
 
@@ -46,7 +47,7 @@ def chained(adapters: Adapters, of_weights: Mapping[str, NDArray[np.float64]]) -
 @pytest.mark.parametrize("lora", ADAPTED, ids=lambda lora: lora.experts)
 def test_adapters_follow_the_routes(learner_factory: LearnerFactory, lora: LoraShape) -> None:
     """Held against a module with ``W + scale B A`` in place of W, and its experts forced."""
-    adapters, merged, sequences = adapters_for(random_beam(), lora, b=0.05), random_beam(), routed_batch()
+    adapters, merged, sequences = random_adapters(beam_shape(), lora, b=0.05), random_beam(), routed_batch()
     with torch.no_grad():
         adapters.merge_into(named_tensors(merged))
     learner = learner_factory(random_beam(), r3=True, lora=lora, b=0.05, **GRADIENT)

@@ -20,10 +20,10 @@ from beamline.rollout.collect import joined, to_rollout
 from beamline.rollout.local import LocalSampler, Numerics
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
+from tests.adapters import random_routes
 from tests.contract.engines import LearnerFactory, PairBench, PairFactory
 from tests.contract.forcing import (
     Routes,
-    any_routes,
     assert_follows,
     forced,
     free_logprobs,
@@ -249,7 +249,7 @@ def test_a_pass_between_forward_and_backward_changes_no_recomputed_routes(path: 
         return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
     expected = gradients(recompute=False, between=lambda _: None)
-    for routes in (any_routes(packed.rows, seed=99), None):
+    for routes in (random_routes(beam_shape(), packed.rows, seed=99), None):
         actual = gradients(recompute=True, between=lambda module, routes=routes: hidden(module, routes))
         for name, gradient in expected.items():
             assert torch.equal(actual[name], gradient), name

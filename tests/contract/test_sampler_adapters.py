@@ -1,9 +1,7 @@
 """What every sampler with adapters does: it serves base and adapter unmerged, and takes either while it lives."""
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +11,11 @@ from torch import Tensor, nn
 from beamline.model.layout import DType
 from beamline.model.lora import LoraShape, adapter_tensors, sites
 from beamline.policy.lora import Adapters
-from beamline.policy.weights import module_layout, named_tensors
+from beamline.policy.weights import named_tensors
 from beamline.records import Completion, Request
-from beamline.rollout.local import LocalSampler, Numerics
-from beamline.rollout.sampler import Sampler
-from beamline.transfer.local import LocalChannel
-from beamline.transfer.plan import TransferError, plan
-from tests.contract.engines import SamplerFactory, Unfinished
+from beamline.transfer.plan import TransferError
+from tests.adapters import LORAS, PER_EXPERT, random_adapters
+from tests.contract.engines import SamplerBench, SamplerFactory
 from tests.contract.sampling import (
     assert_same_bits,
     assert_same_tokens,
@@ -30,66 +26,18 @@ from tests.contract.sampling import (
     sequence,
     start,
 )
-from tests.tiny_beam import CONTEXT, THETA, beam_shape, evaluate, random_beam, reference, teacher_forced
+from tests.tiny_beam import beam_shape, evaluate, random_beam, reference, teacher_forced
 
-
-@dataclass(frozen=True)
-class AdapterBench:
-    """A sampler, and a hand that gives it a model's weights or an adapter's."""
-
-    sampler: Sampler
-    give: Callable[[nn.Module, int, Unfinished], None]
-
-
-class AdapterFactory(Protocol):
-    def __call__(
-        self, lora: LoraShape | None, slots: int = ..., threads: int = ..., dtype: DType = ...
-    ) -> AdapterBench:
-        """A sampler of the tiny Beam without weights, and with room for such an adapter, or for none."""
-
-
-def local_sampler(lora: LoraShape | None, slots: int = 4, threads: int = 1, dtype: DType = "float32") -> AdapterBench:
-    channel = LocalChannel()
-    sampler = LocalSampler(beam_shape(), Numerics(dtype), THETA, slots, CONTEXT, 0, channel, threads, lora)
-
-    def give(weights: nn.Module, version: int, unfinished: Unfinished) -> None:
-        moves = plan(module_layout(weights), sampler.layout("adapter" if isinstance(weights, Adapters) else "full"))
-        channel.send(moves, named_tensors(weights))
-        sampler.receive(moves, version, unfinished)
-
-    return AdapterBench(sampler, give)
-
-
-FACTORIES: dict[str, AdapterFactory] = {"local": local_sampler}
-
-
-@pytest.fixture(params=FACTORIES)
-def factory(request: pytest.FixtureRequest) -> AdapterFactory:
-    return FACTORIES[request.param]
-
-
-LORAS = {
-    "per expert": LoraShape(8, 16.0),
-    "rank 24": LoraShape(24, 24.0),
-    "shared per layer": LoraShape(8, 16.0, experts="shared_per_layer"),
-    "none on experts": LoraShape(8, 16.0, experts="none"),
-    "some targets": LoraShape(8, 24.0, ("k_proj", "self_attn.gate_proj", "experts.up_proj", "mlp.down_proj")),
+MORE = LORAS | {
     "some targets, shared": LoraShape(8, 24.0, ("o_proj", "gate_proj", "down_proj"), "shared_per_layer"),
     "no expert among the targets": LoraShape(8, 24.0, ("v_proj", "mlp.up_proj")),
 }
-EVERY = LORAS["per expert"]
-loras = pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)
+loras = pytest.mark.parametrize("lora", MORE.values(), ids=MORE)
 BASE, OTHER = random_beam(0), random_beam(1)
 
 
-@torch.no_grad()
-def adapters_of(lora: LoraShape, seed: int = 0, b: float = 0.3) -> Adapters:
-    """An adapter that changes a model about as much as its weights do; none at all with ``b=0``."""
-    adapters, generator = Adapters(beam_shape(), lora, "kaiming", seed), torch.Generator().manual_seed(seed)
-    for name, tensor in named_tensors(adapters).items():
-        if ".lora_B." in name:
-            tensor.copy_(b * torch.randn(tensor.shape, generator=generator))
-    return adapters
+def adapters_of(lora: LoraShape = PER_EXPERT, seed: int = 0, b: float = 0.3) -> Adapters:
+    return random_adapters(beam_shape(), lora, b, seed)
 
 
 @torch.no_grad()
@@ -112,17 +60,20 @@ def merged(base: nn.Module, adapters: Adapters) -> nn.Module:
 
 
 def serving(
-    factory: AdapterFactory, base: nn.Module, adapters: Adapters | None, lora: LoraShape | None = None, **settings: Any
-) -> AdapterBench:
+    sampler_factory: SamplerFactory,
+    base: nn.Module,
+    adapters: Adapters | None,
+    lora: LoraShape | None = None,
+    **settings: Any,
+) -> SamplerBench:
     """A sampler with a model as version 1 and, unless it has none, an adapter as version 2."""
-    bench = factory(lora if adapters is None else adapters.lora, **settings)
-    bench.give(base, 1, "keep")
+    bench = sampler_factory(base, lora=lora if adapters is None else adapters.lora, **settings)
     if adapters is not None:
         bench.give(adapters, 2, "keep")
     return bench
 
 
-def answers(bench: AdapterBench, asked: list[Request] | None = None) -> list[Completion]:
+def answers(bench: SamplerBench, asked: list[Request] | None = None) -> list[Completion]:
     return run(bench.sampler, requests() if asked is None else asked)
 
 
@@ -130,12 +81,12 @@ def answers(bench: AdapterBench, asked: list[Request] | None = None) -> list[Com
 
 
 @loras
-def test_logprobs_are_those_of_the_module_with_merged_weights(factory: AdapterFactory, lora: LoraShape) -> None:
+def test_logprobs_are_those_of_the_module_with_merged_weights(sampler_factory: SamplerFactory, lora: LoraShape) -> None:
     """To 1e-5: two float32 paths. The adapter changes them ten thousand times as much."""
     adapters, asked = adapters_of(lora), requests()
     plain, without = reference(merged(BASE, adapters)), reference(BASE)
     changed = 0.0
-    for wanted, completion in zip(asked, answers(serving(factory, BASE, adapters)), strict=True):
+    for wanted, completion in zip(asked, answers(serving(sampler_factory, BASE, adapters)), strict=True):
         new, ids = slice(len(wanted.prefix_ids) - 1, None), sequence(wanted, completion)
         expected = teacher_forced(plain, ids)[new]
         np.testing.assert_allclose(completion.logprobs, expected, rtol=1e-5, atol=1e-5)
@@ -145,38 +96,38 @@ def test_logprobs_are_those_of_the_module_with_merged_weights(factory: AdapterFa
 
 
 @loras
-def test_tokens_are_those_of_merged_weights(factory: AdapterFactory, lora: LoraShape) -> None:
+def test_tokens_are_those_of_merged_weights(sampler_factory: SamplerFactory, lora: LoraShape) -> None:
     """From the same random numbers."""
     adapters = adapters_of(lora)
-    unmerged = answers(serving(factory, BASE, adapters))
-    assert_same_tokens(unmerged, answers(serving(factory, merged(BASE, adapters), None)))
-    base = answers(serving(factory, BASE, None))
+    unmerged = answers(serving(sampler_factory, BASE, adapters))
+    assert_same_tokens(unmerged, answers(serving(sampler_factory, merged(BASE, adapters), None)))
+    base = answers(serving(sampler_factory, BASE, None))
     assert any(one.token_ids.tolist() != other.token_ids.tolist() for one, other in zip(unmerged, base, strict=True))
 
 
 @loras
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_adapter_without_an_effect_gives_the_bits_of_the_base(
-    factory: AdapterFactory, lora: LoraShape, dtype: DType
+    sampler_factory: SamplerFactory, lora: LoraShape, dtype: DType
 ) -> None:
-    with_adapter = answers(serving(factory, BASE, adapters_of(lora, b=0.0), dtype=dtype))
-    assert_same_bits(with_adapter, answers(serving(factory, BASE, None, dtype=dtype)))
+    with_adapter = answers(serving(sampler_factory, BASE, adapters_of(lora, b=0.0), dtype=dtype))
+    assert_same_bits(with_adapter, answers(serving(sampler_factory, BASE, None, dtype=dtype)))
 
 
-def test_one_adapter_for_all_experts_gives_the_bits_of_equal_ones_for_each(factory: AdapterFactory) -> None:
-    shared, own = adapters_of(LORAS["shared per layer"]), adapters_of(EVERY)
+def test_one_adapter_for_all_experts_gives_the_bits_of_equal_ones_for_each(sampler_factory: SamplerFactory) -> None:
+    shared, own = adapters_of(LORAS["shared per layer"]), adapters_of()
     parts = named_tensors(shared)
     with torch.no_grad():
         for name, tensor in named_tensors(own).items():
             tensor.copy_(parts[re.sub(r"\.experts\.\d+\.", ".experts.", name)])
-    assert_same_bits(answers(serving(factory, BASE, own)), answers(serving(factory, BASE, shared)))
+    assert_same_bits(answers(serving(sampler_factory, BASE, own)), answers(serving(sampler_factory, BASE, shared)))
 
 
 # Numerics
 
 
 @loras
-def test_a_sampler_in_bfloat16_rounds_the_adapter_too(factory: AdapterFactory, lora: LoraShape) -> None:
+def test_a_sampler_in_bfloat16_rounds_the_adapter_too(sampler_factory: SamplerFactory, lora: LoraShape) -> None:
     """What was rounded before gives the same bits, and what differs by less than rounding too."""
     adapters, rounded, beside = (adapters_of(lora) for _ in range(3))
     with torch.no_grad():
@@ -184,7 +135,9 @@ def test_a_sampler_in_bfloat16_rounds_the_adapter_too(factory: AdapterFactory, l
             tensor.copy_(tensor.bfloat16())
         for tensor in named_tensors(beside).values():
             tensor.copy_(tensor.bfloat16().float() * (1 + 2.0**-12))
-    one, *others = (answers(serving(factory, BASE, each, dtype="bfloat16")) for each in (adapters, rounded, beside))
+    one, *others = (
+        answers(serving(sampler_factory, BASE, each, dtype="bfloat16")) for each in (adapters, rounded, beside)
+    )
     for other in others:
         assert_same_bits(one, other)
 
@@ -198,7 +151,7 @@ def in_bfloat16(module: nn.Module) -> nn.Module:
     return module
 
 
-def rounding_error(base: nn.Module, adapters: Adapters | None, bench: AdapterBench) -> float:
+def rounding_error(base: nn.Module, adapters: Adapters | None, bench: SamplerBench) -> float:
     """Mean distance of log-probabilities to those of the module in float32."""
     plain, asked = reference(base if adapters is None else merged(base, adapters)), requests(max_tokens=60)
     apart = [
@@ -209,12 +162,13 @@ def rounding_error(base: nn.Module, adapters: Adapters | None, bench: AdapterBen
 
 
 @loras
-def test_rounding_costs_as_much_with_an_adapter_as_without(factory: AdapterFactory, lora: LoraShape) -> None:
+def test_rounding_costs_as_much_with_an_adapter_as_without(sampler_factory: SamplerFactory, lora: LoraShape) -> None:
     """About 0.07, mostly by routes that turn; with adapters 0.05 to 0.08 were seen."""
     base, adapters = in_bfloat16(random_beam()), adapters_of(lora)
     in_bfloat16(adapters)
     with_adapter, without = (
-        rounding_error(base, given, serving(factory, base, given, dtype="bfloat16")) for given in (adapters, None)
+        rounding_error(base, given, serving(sampler_factory, base, given, dtype="bfloat16"))
+        for given in (adapters, None)
     )
     assert 0.5 * without < with_adapter < 1.5 * without
 
@@ -227,13 +181,15 @@ ASKED = [request(n, sample, max_tokens=20 - sample) for n in (1, 7, 8, 20) for s
 
 @loras
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_request_has_the_same_bits_in_any_company(factory: AdapterFactory, lora: LoraShape, dtype: DType) -> None:
+def test_a_request_has_the_same_bits_in_any_company(
+    sampler_factory: SamplerFactory, lora: LoraShape, dtype: DType
+) -> None:
     adapters = adapters_of(lora)
-    alone = serving(factory, BASE, adapters, slots=1, dtype=dtype).sampler
+    alone = serving(sampler_factory, BASE, adapters, slots=1, dtype=dtype).sampler
     expected = [run(alone, [wanted])[0] for wanted in ASKED]
     order = np.random.default_rng(0).permutation(len(ASKED))
     for slots, threads in ((3, 1), (64, 1), (64, 3), (5, 2)):
-        bench = serving(factory, BASE, adapters, slots=slots, threads=threads, dtype=dtype)
+        bench = serving(sampler_factory, BASE, adapters, slots=slots, threads=threads, dtype=dtype)
         assert_same_bits(answers(bench, ASKED), expected)
         assert_same_bits(answers(bench, [ASKED[i] for i in order]), [expected[i] for i in order])
 
@@ -241,56 +197,56 @@ def test_a_request_has_the_same_bits_in_any_company(factory: AdapterFactory, lor
 # Exchange
 
 
-def test_a_new_adapter_takes_the_place_of_the_old_one(factory: AdapterFactory) -> None:
-    first, second = (adapters_of(EVERY, seed) for seed in range(2))
-    bench = serving(factory, BASE, first)
+def test_a_new_adapter_takes_the_place_of_the_old_one(sampler_factory: SamplerFactory) -> None:
+    first, second = (adapters_of(seed=seed) for seed in range(2))
+    bench = serving(sampler_factory, BASE, first)
     before = answers(bench)
     bench.give(second, 3, "keep")
-    assert_same_bits(answers(bench), answers(serving(factory, BASE, second)))
+    assert_same_bits(answers(bench), answers(serving(sampler_factory, BASE, second)))
     bench.give(first, 4, "keep")
     assert_same_bits(answers(bench), before)
 
 
-def test_the_same_adapter_again_changes_nothing(factory: AdapterFactory) -> None:
-    bench = serving(factory, BASE, adapters_of(EVERY))
+def test_the_same_adapter_again_changes_nothing(sampler_factory: SamplerFactory) -> None:
+    bench = serving(sampler_factory, BASE, adapters_of())
     before = answers(bench)
-    bench.give(adapters_of(EVERY), 3, "keep")
+    bench.give(adapters_of(), 3, "keep")
     assert_same_bits(answers(bench), before)
 
 
 @loras
 def test_new_weights_leave_the_adapter_and_a_new_adapter_leaves_the_weights(
-    factory: AdapterFactory, lora: LoraShape
+    sampler_factory: SamplerFactory, lora: LoraShape
 ) -> None:
     first, second = (adapters_of(lora, seed) for seed in range(2))
-    bench = serving(factory, BASE, first)
+    bench = serving(sampler_factory, BASE, first)
     bench.give(OTHER, 3, "keep")
-    assert_same_bits(answers(bench), answers(serving(factory, OTHER, first)))
+    assert_same_bits(answers(bench), answers(serving(sampler_factory, OTHER, first)))
     bench.give(second, 4, "keep")
-    assert_same_bits(answers(bench), answers(serving(factory, OTHER, second)))
+    assert_same_bits(answers(bench), answers(serving(sampler_factory, OTHER, second)))
 
 
-def test_the_order_in_which_they_come_does_not_matter(factory: AdapterFactory) -> None:
-    adapters, bench = adapters_of(EVERY), factory(EVERY)
+def test_the_order_in_which_they_come_does_not_matter(sampler_factory: SamplerFactory) -> None:
+    adapters, bench = adapters_of(), sampler_factory(None, lora=PER_EXPERT)
     bench.give(adapters, 1, "keep")
     bench.give(BASE, 2, "keep")
-    assert_same_bits(answers(bench), answers(serving(factory, BASE, adapters)))
+    assert_same_bits(answers(bench), answers(serving(sampler_factory, BASE, adapters)))
 
 
 @pytest.mark.parametrize("kind", ["adapter", "weights"])
-def test_tokens_are_stamped_with_the_version_that_came_last(factory: AdapterFactory, kind: str) -> None:
-    bench = serving(factory, BASE, adapters_of(EVERY))
+def test_tokens_are_stamped_with_the_version_that_came_last(sampler_factory: SamplerFactory, kind: str) -> None:
+    bench = serving(sampler_factory, BASE, adapters_of())
     assert {version for c in answers(bench) for version in c.versions.tolist()} == {2}
-    bench.give(adapters_of(EVERY, 1) if kind == "adapter" else OTHER, 7, "keep")
+    bench.give(adapters_of(seed=1) if kind == "adapter" else OTHER, 7, "keep")
     assert {version for c in answers(bench) for version in c.versions.tolist()} == {7}
 
 
-def test_unfinished_requests_go_on_with_a_new_adapter(factory: AdapterFactory) -> None:
-    asked, first = requests()[:3], adapters_of(EVERY)
-    whole = answers(serving(factory, BASE, first), asked)
-    bench = serving(factory, BASE, first)
+def test_unfinished_requests_go_on_with_a_new_adapter(sampler_factory: SamplerFactory) -> None:
+    asked, first = requests()[:3], adapters_of()
+    whole = answers(serving(sampler_factory, BASE, first), asked)
+    bench = serving(sampler_factory, BASE, first)
     start(bench.sampler, asked)
-    bench.give(adapters_of(EVERY, seed=1), 3, "keep")
+    bench.give(adapters_of(seed=1), 3, "keep")
     done = collect(bench.sampler, 3)
     for wanted, uninterrupted in zip(asked, whole, strict=True):
         completion = done[wanted.key]
@@ -301,21 +257,23 @@ def test_unfinished_requests_go_on_with_a_new_adapter(factory: AdapterFactory) -
         assert completion.token_ids[old:].tolist() != uninterrupted.token_ids[old:].tolist()
 
 
-def test_unfinished_requests_go_on_as_if_nothing_was_when_the_same_adapter_comes(factory: AdapterFactory) -> None:
+def test_unfinished_requests_go_on_as_if_nothing_was_when_the_same_adapter_comes(
+    sampler_factory: SamplerFactory,
+) -> None:
     """They keep their cache, and nothing is evaluated again."""
-    asked, bench = requests()[:3], serving(factory, BASE, adapters_of(EVERY))
+    asked, bench = requests()[:3], serving(sampler_factory, BASE, adapters_of())
     start(bench.sampler, asked)
-    bench.give(adapters_of(EVERY), 3, "keep")
+    bench.give(adapters_of(), 3, "keep")
     done = collect(bench.sampler, 3)
-    assert_same_bits([done[r.key] for r in asked], answers(serving(factory, BASE, adapters_of(EVERY)), asked))
+    assert_same_bits([done[r.key] for r in asked], answers(serving(sampler_factory, BASE, adapters_of()), asked))
 
 
-def test_unfinished_requests_are_given_back_when_a_new_adapter_ends_them(factory: AdapterFactory) -> None:
-    asked, first = requests()[:3], adapters_of(EVERY)
-    whole = answers(serving(factory, BASE, first), asked)
-    bench = serving(factory, BASE, first)
+def test_unfinished_requests_are_given_back_when_a_new_adapter_ends_them(sampler_factory: SamplerFactory) -> None:
+    asked, first = requests()[:3], adapters_of()
+    whole = answers(serving(sampler_factory, BASE, first), asked)
+    bench = serving(sampler_factory, BASE, first)
     start(bench.sampler, asked)
-    bench.give(adapters_of(EVERY, seed=1), 3, "abort")
+    bench.give(adapters_of(seed=1), 3, "abort")
     done = {completion.key: completion for completion in bench.sampler.poll(60.0)}
     for wanted, uninterrupted in zip(asked, whole, strict=True):
         partial = done[wanted.key]
@@ -323,30 +281,31 @@ def test_unfinished_requests_are_given_back_when_a_new_adapter_ends_them(factory
         assert (partial.finish, set(partial.versions.tolist())) == ("abort", {2})
         assert 0 < count < 30
         np.testing.assert_array_equal(partial.token_ids, uninterrupted.token_ids[:count])
-    assert_same_bits(answers(bench), answers(serving(factory, BASE, adapters_of(EVERY, seed=1))))
+    assert_same_bits(answers(bench), answers(serving(sampler_factory, BASE, adapters_of(seed=1))))
 
 
 # Layouts
 
 
 @loras
-def test_the_layout_of_an_adapter_has_every_tensor_of_it(factory: AdapterFactory, lora: LoraShape) -> None:
-    held = [(part.name, part.shape) for rank in factory(lora).sampler.layout("adapter").ranks for part in rank]
+def test_the_layout_of_an_adapter_has_every_tensor_of_it(sampler_factory: SamplerFactory, lora: LoraShape) -> None:
+    held = [
+        (part.name, part.shape)
+        for rank in sampler_factory(None, lora=lora).sampler.layout("adapter").ranks
+        for part in rank
+    ]
     assert sorted(held) == sorted((spec.name, spec.shape) for spec in adapter_tensors(beam_shape(), lora))
 
 
 @loras
-def test_the_layout_of_weights_is_that_of_a_sampler_without_adapters(factory: AdapterFactory, lora: LoraShape) -> None:
-    assert factory(lora).sampler.layout("full") == factory(None).sampler.layout("full")
+def test_the_layout_of_weights_is_that_of_a_sampler_without_adapters(
+    sampler_factory: SamplerFactory, lora: LoraShape
+) -> None:
+    assert sampler_factory(None, lora=lora).sampler.layout("full") == sampler_factory(None).sampler.layout("full")
 
 
-def test_without_adapters_there_is_no_layout_of_any(factory: AdapterFactory) -> None:
+def test_without_adapters_there_is_no_layout_of_any(sampler_factory: SamplerFactory) -> None:
     with pytest.raises(ValueError, match="this sampler has no adapters, and takes full weights only"):
-        factory(None).sampler.layout("adapter")
-
-
-def test_a_sampler_that_is_asked_for_none_has_none(sampler_factory: SamplerFactory) -> None:
-    with pytest.raises(ValueError, match="no adapters"):
         sampler_factory(None).sampler.layout("adapter")
 
 
@@ -360,9 +319,9 @@ def test_a_sampler_that_is_asked_for_none_has_none(sampler_factory: SamplerFacto
     ],
 )
 def test_an_adapter_of_another_shape_is_refused_and_changes_nothing(
-    factory: AdapterFactory, given: LoraShape, message: str
+    sampler_factory: SamplerFactory, given: LoraShape, message: str
 ) -> None:
-    bench = serving(factory, BASE, adapters_of(EVERY))
+    bench = serving(sampler_factory, BASE, adapters_of())
     before = answers(bench)
     with pytest.raises(TransferError, match=message):
         bench.give(adapters_of(given), 3, "keep")
@@ -372,29 +331,31 @@ def test_an_adapter_of_another_shape_is_refused_and_changes_nothing(
 # Half of it
 
 
-def test_nothing_is_drawn_before_the_adapter_is_there(factory: AdapterFactory) -> None:
+def test_nothing_is_drawn_before_the_adapter_is_there(sampler_factory: SamplerFactory) -> None:
     """Or the base would answer in its place."""
-    bench = serving(factory, BASE, None, lora=EVERY)
+    bench = serving(sampler_factory, BASE, None, lora=PER_EXPERT)
     with pytest.raises(RuntimeError, match="the sampler has no adapter yet; send and receive them first"):
         bench.sampler.submit([request(5)])
-    bench.give(adapters_of(EVERY), 2, "keep")
+    bench.give(adapters_of(), 2, "keep")
     answers(bench)
 
 
-def test_nothing_is_drawn_before_the_weights_are_there(factory: AdapterFactory) -> None:
+def test_nothing_is_drawn_before_the_weights_are_there(sampler_factory: SamplerFactory) -> None:
     """Or an adapter on zeros would answer."""
-    bench = factory(EVERY)
+    bench = sampler_factory(None, lora=PER_EXPERT)
     with pytest.raises(RuntimeError, match="the sampler has no weights and no adapter yet"):
         bench.sampler.submit([request(5)])
-    bench.give(adapters_of(EVERY), 1, "keep")
+    bench.give(adapters_of(), 1, "keep")
     with pytest.raises(RuntimeError, match="the sampler has no weights yet"):
         bench.sampler.submit([request(5)])
 
 
 @pytest.mark.parametrize("first", ["adapter", "weights"])
-def test_deep_sleep_loses_weights_and_adapter_and_both_must_come_again(factory: AdapterFactory, first: str) -> None:
-    adapters = adapters_of(EVERY)
-    bench = serving(factory, BASE, adapters)
+def test_deep_sleep_loses_weights_and_adapter_and_both_must_come_again(
+    sampler_factory: SamplerFactory, first: str
+) -> None:
+    adapters = adapters_of()
+    bench = serving(sampler_factory, BASE, adapters)
     before = answers(bench)
     bench.sampler.sleep(2)
     bench.sampler.wake(["weights", "cache"])
@@ -408,21 +369,21 @@ def test_deep_sleep_loses_weights_and_adapter_and_both_must_come_again(factory: 
     assert_same_bits(answers(bench), before)
 
 
-def test_light_sleep_loses_neither(factory: AdapterFactory) -> None:
-    bench = serving(factory, BASE, adapters_of(EVERY))
+def test_light_sleep_loses_neither(sampler_factory: SamplerFactory) -> None:
+    bench = serving(sampler_factory, BASE, adapters_of())
     before = answers(bench)
     bench.sampler.sleep(1)
-    bench.give(adapters_of(EVERY, seed=1), 3, "keep")
-    bench.give(adapters_of(EVERY), 4, "keep")
+    bench.give(adapters_of(seed=1), 3, "keep")
+    bench.give(adapters_of(), 4, "keep")
     bench.sampler.wake(["cache"])
     assert_same_bits(answers(bench), before)
 
 
-def test_an_adapter_cannot_arrive_where_it_has_no_place(factory: AdapterFactory) -> None:
-    bench = serving(factory, BASE, adapters_of(EVERY))
+def test_an_adapter_cannot_arrive_where_it_has_no_place(sampler_factory: SamplerFactory) -> None:
+    bench = serving(sampler_factory, BASE, adapters_of())
     bench.sampler.sleep(2)
     with pytest.raises(RuntimeError, match="wake"):
-        bench.give(adapters_of(EVERY), 3, "keep")
+        bench.give(adapters_of(), 3, "keep")
 
 
 # Values that are not finite
@@ -436,7 +397,7 @@ NAMES = [
 
 
 def damaged(name: str, value: float) -> Adapters:
-    adapters = adapters_of(EVERY, seed=1)
+    adapters = adapters_of(seed=1)
     tensor: Tensor = named_tensors(adapters)[name]
     with torch.no_grad():
         tensor[-1, -1] = value
@@ -445,33 +406,35 @@ def damaged(name: str, value: float) -> Adapters:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", NAMES)
-def test_an_adapter_that_is_not_finite_is_refused_by_name(factory: AdapterFactory, name: str, value: float) -> None:
+def test_an_adapter_that_is_not_finite_is_refused_by_name(
+    sampler_factory: SamplerFactory, name: str, value: float
+) -> None:
     """The old one is gone: nothing is drawn until a better one comes, whatever else is received."""
-    bench = serving(factory, BASE, adapters_of(EVERY))
+    bench = serving(sampler_factory, BASE, adapters_of())
     with pytest.raises(FloatingPointError, match=f"{name} of version 3 holds values that are not finite"):
         bench.give(damaged(name, value), 3, "keep")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the sampler has no adapter yet"):
             bench.sampler.submit([request(5)])
         bench.give(OTHER, 4, "keep")
-    bench.give(adapters_of(EVERY), 5, "keep")
-    assert_same_bits(answers(bench), answers(serving(factory, OTHER, adapters_of(EVERY))))
+    bench.give(adapters_of(), 5, "keep")
+    assert_same_bits(answers(bench), answers(serving(sampler_factory, OTHER, adapters_of())))
 
 
-def test_what_is_not_finite_once_it_is_rounded_is_refused(factory: AdapterFactory) -> None:
+def test_what_is_not_finite_once_it_is_rounded_is_refused(sampler_factory: SamplerFactory) -> None:
     largest = float(np.finfo(np.float32).max)  # rounds to infinity in bfloat16
-    bench = serving(factory, BASE, adapters_of(EVERY), dtype="bfloat16")
+    bench = serving(sampler_factory, BASE, adapters_of(), dtype="bfloat16")
     with pytest.raises(FloatingPointError, match=f"{NAMES[0]} of version 3 holds values that are not finite"):
         bench.give(damaged(NAMES[0], largest), 3, "keep")
 
 
-def test_unfinished_requests_wait_for_an_adapter_that_is_finite(factory: AdapterFactory) -> None:
-    asked, bench = requests()[:3], serving(factory, BASE, adapters_of(EVERY))
+def test_unfinished_requests_wait_for_an_adapter_that_is_finite(sampler_factory: SamplerFactory) -> None:
+    asked, bench = requests()[:3], serving(sampler_factory, BASE, adapters_of())
     start(bench.sampler, asked)
     with pytest.raises(FloatingPointError, match="not finite"):
         bench.give(damaged(NAMES[0], np.nan), 3, "keep")
     with pytest.raises(RuntimeError, match="no adapter"):
         bench.sampler.poll(60.0)
-    bench.give(adapters_of(EVERY), 4, "keep")
+    bench.give(adapters_of(), 4, "keep")
     done = collect(bench.sampler, 3)
-    assert_same_bits([done[r.key] for r in asked], answers(serving(factory, BASE, adapters_of(EVERY)), asked))
+    assert_same_bits([done[r.key] for r in asked], answers(serving(sampler_factory, BASE, adapters_of()), asked))

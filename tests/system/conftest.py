@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from beamline.cli import main
-from tests.system.runs import TINY, Process
+from tests.system.runs import ADAPTED, TINY, Process
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,29 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     torch.use_deterministic_algorithms(strict)
 
 
-@pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_once(tmp_path_factory: pytest.TempPathFactory, name: str, *settings: str) -> Path:
     """The folder of an uninterrupted run of ``tiny.yaml``, the same for all workers; not to be changed."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    run = shared / "reference"
-    with (shared / "reference.lock").open("w") as lock:
+    run = shared / name
+    with (shared / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (run / "report.html").exists():  # the last thing that a run writes
-            process = Process(shared / "reference.log", "train", TINY, f"output={run}")
+            process = Process(shared / f"{name}.log", "train", TINY, f"output={run}", *settings)
             assert process.end() == 0, process.output
     return run
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that trains every weight."""
+    return run_once(tmp_path_factory, "reference")
+
+
+@pytest.fixture(scope="session")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps of training adapters on all linear layers of the starter, with replayed routes."""
+    return run_once(tmp_path_factory, "adapted", *ADAPTED)
 
 
 @pytest.fixture

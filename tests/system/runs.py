@@ -20,6 +20,10 @@ QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 STEPS, PROBLEMS, PER_STEP, SAMPLES = 6, 10, 4, 4
 """What ``tiny.yaml`` says: steps, training problems, problems of a step, samples of a problem."""
 
+LORA = ("policy.lora.rank=8", "policy.lora.alpha=16", "policy.r3=true")
+FAST = ("learner.optimizer.lr=2e-2", "learner.optimizer.warmup_updates=0")  # so that answers change
+ADAPTED = ("steps=3", "checkpoint.every=1", *FAST, *LORA)
+
 _DEADLINE = 120.0  # seconds; only a test that fails comes near it
 
 

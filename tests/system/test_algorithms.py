@@ -458,5 +458,5 @@ def test_a_run_does_not_go_on_against_another_reference(cli: Cli, tmp_path: Path
     save_file(weights, model / "model.safetensors")
     ended = train_in(run, cli, settings, steps=2)
     assert ended.code == 1
-    assert f"the weights in model.path={model}, the KL reference" in ended.err
+    assert f"the weights in model.path={model}, which the run needs" in ended.err
     assert train_in(run, cli, (*settings, "checkpoint.allow_other_config=true"), steps=2).code == 0

@@ -393,7 +393,7 @@ def test_an_export_that_cannot_be_written_names_its_path(reference: Path, tmp_pa
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert ended.code == 1
-    assert ended.err.startswith(f"OSError: cannot write {tmp_path / '.model.staging' / 'model.safetensors'}: ")
+    assert ended.err.startswith(f"OSError: cannot write {tmp_path / '.model.beamline-staging' / 'model.safetensors'}: ")
     assert "File too large" in ended.err
     assert not (tmp_path / "model").exists()
 

@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from beamline.mismatch.frozen import FrozenBatch, freeze
+from beamline.mismatch.frozen import freeze
+from beamline.records import Rollout
 from beamline.report import read_rollouts, rollouts_path
 from beamline.report.mismatch import read_mismatch
 from beamline.runtime.console import RunConsole
 from beamline.runtime.subject import find_subject
 from tests.system.conftest import Cli
-from tests.system.runs import PER_STEP, SAMPLES, TINY
+from tests.system.runs import PER_STEP, SAMPLES
 from tests.system.test_report_page import BROWSER, rendered
 
 BFLOAT16 = ("--set", "rollout.dtype=bfloat16")
 SHORT = ("--set", "rollout.max_response_tokens=24", "--set", "runtime.threads=1")
-ADAPTERS = ("policy.lora.rank=8", "policy.r3=true", "rollout.dtype=bfloat16", "learner.optimizer.lr=1e-2")
 LAST, BEFORE = 6, 4
 """The steps of the newest checkpoint of the tiny run, and of the one before it."""
 
@@ -88,16 +88,16 @@ def test_a_checkpoint_leaves_the_run_as_it_is(finished: Path, cli: Cli) -> None:
     assert (finished / "report.html").read_bytes() == report
 
 
-def batch_after(run: Path, step: int) -> FrozenBatch:
-    subject = find_subject(str(run / "checkpoints" / f"global_step_{step}"), [])
+def drawn_after(of: object, sequences: int, *settings: str) -> list[Rollout]:
+    subject = find_subject(str(of), list(settings))
     with RunConsole(1, 1) as console:
-        return freeze(subject, subject.weights(), PER_STEP * SAMPLES, console)
+        return list(freeze(subject, subject.weights(), sequences, console).rollouts)
 
 
 @pytest.mark.usefixtures("cli")  # which sets back what is deterministic and how many threads there are
 def test_the_batch_is_what_the_next_step_sampled(reference: Path) -> None:
     rows = read_rollouts(rollouts_path(reference, BEFORE + 1))
-    drawn = batch_after(reference, BEFORE).rollouts
+    drawn = drawn_after(reference / "checkpoints" / f"global_step_{BEFORE}", PER_STEP * SAMPLES)
     assert [(r.key.step, r.key.problem, r.key.sample, r.response_tokens) for r in drawn] == [
         (row["step"], row["problem"], row["sample"], row["tokens"]) for row in rows
     ]
@@ -105,24 +105,27 @@ def test_the_batch_is_what_the_next_step_sampled(reference: Path) -> None:
     assert means == pytest.approx([row["logprob_mean"] for row in rows], rel=1e-6)  # the mean of float32 there
 
 
-def test_fewer_sequences_are_the_beginning_of_more(cli: Cli) -> None:
+@pytest.mark.usefixtures("cli")
+def test_fewer_sequences_are_the_beginning_of_more() -> None:
     """Of a group only as many samples as are asked for; of several groups the first ones."""
-    few, more = (record(cli, "starter", *SHORT, "--sequences", n)["tokens"] for n in (3, 8))
-    assert few < more
+    few, more, groups = (drawn_after("starter", n, *SHORT[1::2]) for n in (3, 8, 12))
+    tokens = [(r.key, r.token_ids.tolist()) for r in groups]
+    assert len(tokens) == 12
+    assert len({r.key.problem for r in groups}) == 2
+    for fewer in (few, more):
+        assert [(r.key, r.token_ids.tolist()) for r in fewer] == tokens[: len(fewer)]
 
 
-def test_adapters_with_replayed_routes_are_explained_to_the_end(tmp_path: Path, cli: Cli) -> None:
-    run = tmp_path / "run"
-    assert cli("train", TINY, f"output={run}", "steps=2", "checkpoint.every=1", *ADAPTERS).code == 0
-    found = record(cli, run, "--sequences", 16)
+def test_adapters_with_replayed_routes_are_explained_to_the_end(adapted: Path, cli: Cli) -> None:
+    found, first = (
+        record(cli, adapted / "checkpoints" / f"global_step_{step}", *BFLOAT16, "--sequences", 16) for step in (3, 1)
+    )
     assert found["r3"]
     assert found["residual"] == 0
     assert not cause(found, "routing")["differs"]
-    assert cause(found, "weights")["switched"] == "step 1"
-    assert cause(found, "weights")["alone"]["mean"] > 0
-    first = record(cli, run / "checkpoints" / "global_step_1", "--sequences", 16)
-    assert cause(first, "weights")["switched"] == "without adapters"
-    assert cause(first, "weights")["alone"]["mean"] > 0
+    for each, before in ((found, "step 2"), (first, "without adapters")):
+        assert cause(each, "weights")["switched"] == before
+        assert cause(each, "weights")["alone"]["mean"] > 0
 
 
 def test_the_module_of_transformers_is_explained_to_the_end(cli: Cli) -> None:
@@ -152,7 +155,7 @@ def test_a_folder_gets_the_record_and_a_page(tmp_path: Path, cli: Cli) -> None:
     assert sorted(path.name for path in out.iterdir()) == ["mismatch.html", "mismatch.json"]
     again = cli("mismatch", "starter", "--out", out)
     assert again.code == 1
-    assert "mismatch.json is there already" in again.err
+    assert f"{out / 'mismatch.html'} is there already" in again.err
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no browser")

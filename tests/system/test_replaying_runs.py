@@ -16,26 +16,16 @@ from beamline.report.rollouts import find_rollouts
 from beamline.rollout.local.slots import Slots
 from beamline.starter import STARTER
 from tests.system.conftest import Cli
-from tests.system.runs import TINY, Process, last_step, newest, results
+from tests.system.runs import ADAPTED, LORA, TINY, Process, last_step, newest, results
 
 UNMEASURED = ("evaluation.every=0", "evaluation.before_training=false", "checkpoint.export=false")
-ADAPTED = ("policy.lora.rank=8", "policy.r3=true", "steps=4", "checkpoint.export=false")
-
-
-@pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run with adapters and replayed routes; not to be changed."""
-    folder = tmp_path_factory.mktemp("adapted")
-    process = Process(folder / "log", "train", TINY, f"output={folder / 'run'}", *ADAPTED)
-    assert process.end() == 0, process.output
-    return folder / "run"
 
 
 def test_a_killed_run_with_adapters_and_replay_ends_with_the_bytes_of_an_uninterrupted_one(
     adapted: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    arguments = ("train", TINY, f"output={run}", *ADAPTED, "checkpoint.every=1", "checkpoint.resume=latest")
+    arguments = ("train", TINY, f"output={run}", *ADAPTED, "checkpoint.resume=latest")
     process = Process(tmp_path / "log", *arguments)
     process.until(lambda: last_step(run) >= 2)
     assert process.end(signal.SIGKILL) == -signal.SIGKILL
@@ -58,7 +48,7 @@ def test_its_sampler_and_learner_agree_exactly(adapted: Path) -> None:
 
 def test_adapters_do_not_go_on_with_another_base(tmp_path: Path, cli: Cli) -> None:
     base, run = Path(shutil.copytree(STARTER, tmp_path / "base")), tmp_path / "run"
-    settings = (f"model.path={base}", f"output={run}", *ADAPTED, *UNMEASURED, "checkpoint.resume=latest")
+    settings = (f"model.path={base}", f"output={run}", *LORA, *UNMEASURED, "checkpoint.resume=latest")
     begun = cli("train", TINY, *settings, "steps=1")
     assert begun.code == 0, begun.err
     weights = bytearray((base / "model.safetensors").read_bytes())

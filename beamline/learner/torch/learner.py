@@ -1,6 +1,6 @@
 """The embedded learner: every weight or adapters, on packed sequences, by the kernels of the sampler or by torch."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -19,9 +19,10 @@ from beamline.config.kl import KlLoss
 from beamline.config.schema import LearnerConfig, PolicyConfig
 from beamline.learner.learner import Outputs, StepStats, Weights
 from beamline.learner.planning import Plan, Planned, evaluated, micro_batches, needs_old, plan
+from beamline.learner.torch.evaluation import Chosen, Evaluation, every_row
 from beamline.learner.torch.optimizer import Optimizer
 from beamline.model.layout import Layout, TensorSlice, WeightKind
-from beamline.policy import attention, head, model, parity
+from beamline.policy import model
 from beamline.policy.dropout import Dropout
 from beamline.policy.lora import Adapters
 from beamline.policy.weights import DTYPE_NAMES, first_not_finite, module_layout, named_tensors, raw
@@ -90,15 +91,12 @@ class TorchLearner:
         reference: nn.Module | None = None,
     ) -> None:
         self._module, self._policy, self._config, self._channel = module, policy, config, channel
-        self._adapters, self._reference = adapters, reference
+        self._adapters, self._evaluation = adapters, Evaluation(module, policy, adapters)
         self._trained: nn.Module = module if adapters is None else adapters
-        if policy.parity:
-            parity.check(module)
         if adapters is not None:
-            adapters.check_bound(named_tensors(module))
             module.requires_grad_(False)
-        self._hidden_states = parity.hidden_states if policy.parity else model.hidden_states
-        self._score = parity.head_logprobs if policy.parity else head.head_logprobs
+            reference = module
+        self._reference = None if reference is None else Evaluation(reference, policy)
         self._optimizer = Optimizer(self._trained, config.optimizer)
         self._module.train()
         if policy.activation_checkpointing:
@@ -113,7 +111,7 @@ class TorchLearner:
         """Log-probabilities and entropies of every row of the sequences, in their order."""
         if "values" in outputs:
             raise ValueError("forward: the torch learner has no value head; ask for 'logprobs' or 'entropy'")
-        logprobs, entropies = self._passed(batch, weights, lambda packed: np.ones(packed.rows, dtype=bool))
+        logprobs, entropies = self._passed(batch, weights, every_row)
         return Outputs(
             logprobs=logprobs if "logprobs" in outputs else None,
             entropy=entropies if "entropy" in outputs else None,
@@ -123,13 +121,17 @@ class TorchLearner:
         """Decide what is learned from, with the log-probabilities that this takes, and cut it into micro-batches."""
         indices = evaluated(batch, loss)
         sequences = [batch[i] for i in indices]
-        # The guard looks at the policy that sampled, which an update with dropout does not evaluate.
-        guarded = self._drops and loss.first and loss.algorithm.guard.mismatch is not None
-        old = self._response_logprobs(sequences, "policy") if needs_old(loss) or guarded else None
+        old = self._response_logprobs(sequences, "policy") if needs_old(loss) else None
+        limit = loss.algorithm.guard.mismatch
+        if self._drops and loss.first and old is None and limit is not None and sequences:
+            # An update with dropout does not evaluate the policy that sampled. What is found here is for the guard
+            # alone: the figures of a run do not depend on where its process began.
+            found = np.concatenate(self._response_logprobs(sequences, "policy"))
+            check_mismatch(found, np.concatenate([s.rollout.response_logprobs for s in sequences]), limit)
         penalized = isinstance(loss.algorithm.kl, KlLoss)
         reference = self._response_logprobs(sequences, "reference") if penalized else None
         planned = plan(batch, indices, old, reference, loss)
-        cuts = self._cut([sequence.experience for sequence in planned.sequences])
+        cuts = micro_batches([p.experience.rows for p in planned.sequences], self._config.micro_batch_tokens)
         micros = [_micro_batch([planned.sequences[i] for i in cut], loss) for cut in cuts]
         if loss.first and loss.on_policy and loss.algorithm.guard.ratio:
             with torch.no_grad():
@@ -197,39 +199,22 @@ class TorchLearner:
             reference_kl=None if kl_T is None else kl_T.detach().numpy(),
         )
 
-    def _model_of(self, weights: Weights) -> tuple[nn.Module, Adapters | None]:
-        """The model that evaluates, and its adapters. The reference of adapters is the model without them."""
+    def _evaluation_of(self, weights: Weights) -> Evaluation:
         if weights == "policy":
-            return self._module, self._adapters
-        if self._adapters is not None:
-            return self._module, None
+            return self._evaluation
         if self._reference is None:
             raise ValueError("this learner was built without a reference model; set algorithm.kl.place")
-        return self._reference, None
-
-    def _cut(self, batch: Sequence[Experience]) -> list[list[int]]:
-        return micro_batches([experience.rows for experience in batch], self._config.micro_batch_tokens)
+        return self._reference
 
     def _response_logprobs(self, sequences: Sequence[Experience], weights: Weights) -> list[Floats]:
         """Log-probabilities of the response tokens of each sequence."""
         return self._passed(sequences, weights, lambda packed: packed.loss_mask_N)[0]
 
     def _passed(
-        self, sequences: Sequence[Experience], weights: Weights, chosen: Callable[[Batch], NDArray[np.bool_]]
+        self, sequences: Sequence[Experience], weights: Weights, chosen: Chosen
     ) -> tuple[list[Floats], list[Floats]]:
         """Log-probabilities and entropies of the chosen rows of each sequence, without a gradient."""
-        logprobs: list[Any] = [None] * len(sequences)
-        entropies: list[Any] = [None] * len(sequences)
-        for cut in self._cut(sequences):
-            packed = pack([sequences[i] for i in cut])
-            mask_N = chosen(packed)
-            with torch.no_grad():
-                found = self._evaluate(weights, packed, torch.from_numpy(mask_N.nonzero()[0]))
-            borders = np.cumsum(np.add.reduceat(mask_N, packed.cu_seqlens_B1[:-1], dtype=np.int64))[:-1]
-            parts = (np.split(tensor.numpy(), borders) for tensor in found)
-            for i, of_logprobs, of_entropies in zip(cut, *parts, strict=True):
-                logprobs[i], entropies[i] = of_logprobs, of_entropies
-        return logprobs, entropies
+        return self._evaluation_of(weights).of_sequences(sequences, self._config.micro_batch_tokens, chosen)
 
     @property
     def _drops(self) -> bool:
@@ -239,7 +224,7 @@ class TorchLearner:
     def _evaluate_update(self, micro: _MicroBatch, loss: LossConfig) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the trained tokens as the next update sees them: with its dropout."""
         if not self._drops:
-            return self._evaluate("policy", micro.batch, micro.rows_T)
+            return self._evaluation(micro.batch, micro.rows_T)
         experiences = [planned.experience for planned in micro.planned]
         dropout = Dropout(
             share=self._policy.lora.dropout,
@@ -248,37 +233,7 @@ class TorchLearner:
             keys=tuple(experience.rollout.key for experience in experiences),
             rows=tuple(experience.rows for experience in experiences),
         )
-        return self._evaluate("policy", micro.batch, micro.rows_T, dropout)
-
-    def _evaluate(
-        self, weights: Weights, batch: Batch, rows: Tensor, dropout: Dropout | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the given rows."""
-        module, adapters = self._model_of(weights)
-        packing = attention.Packing.of(batch.cu_seqlens_B1.tolist())
-        input_ids_N, position_ids_N = torch.from_numpy(batch.input_ids_N), torch.from_numpy(batch.position_ids_N)
-        routes_NLK = self._replayed(batch) if self._policy.r3 else None
-        hidden_ND = self._hidden_states(module, input_ids_N, position_ids_N, packing, adapters, routes_NLK, dropout)
-        temperature_N = torch.from_numpy(np.repeat(batch.temperature_B, np.diff(batch.cu_seqlens_B1)))
-        typed = cast(Any, module)
-        return self._score(
-            hidden_ND[rows],
-            typed.lm_head.weight,
-            torch.from_numpy(batch.target_ids_N)[rows],
-            temperature_N[rows],
-            typed.config.final_logit_softcapping,
-            self._policy.head_chunk_rows,
-            batch.support_of(rows.numpy()),
-        )
-
-    def _replayed(self, batch: Batch) -> NDArray[np.unsignedinteger]:
-        """The experts that the sampler chose for each row."""
-        config = cast(Any, self._module).config
-        wanted = batch.rows, config.mlp_layer_types.count("sparse"), config.num_experts_per_tok
-        if batch.routes_NLK is None or batch.routes_NLK.shape != wanted:
-            found = "there are none" if batch.routes_NLK is None else f"they are {batch.routes_NLK.shape}"
-            raise ValueError(f"policy.r3 replays routes of shape {wanted} (rows, MoE layers, experts), and {found}")
-        return batch.routes_NLK
+        return self._evaluation(micro.batch, micro.rows_T, dropout)
 
     @property
     def kind(self) -> WeightKind:

@@ -22,10 +22,11 @@ from beamline.kernels.linear import multiply
 from beamline.kernels.rows import add_residual, open_gate, rms_norm, swiglu, turn_heads
 from beamline.model.beam import BeamShape, tensors
 from beamline.model.layout import DType, Layout, TensorSlice, WeightKind
-from beamline.model.lora import LoraShape, adapter_tensors, sites
+from beamline.model.lora import LoraShape, Site, adapter_tensors, sites
 from beamline.policy.positions import Floats, position_tables
 from beamline.policy.weights import split_experts
 from beamline.rollout.local.cache import SlotCache
+from beamline.rollout.routes import route_dtype
 
 
 class Weights(NamedTuple):
@@ -126,14 +127,12 @@ def forward(
     bf16, eps, layers = traits.bf16, traits.eps, len(traits.sliding)
     h, x, y, z, scale = space.h[:n], space.x[:n], space.y[:n], space.z[:n], traits.adapter_scale
     qkvg, q, k, attended = space.qkvg[:n], space.q[:n], space.k[:n], space.attended[:n]
-    wide, rank = qkvg.shape[1], z.shape[1]
     for i in range(n):
         h[i] = w.embed[token_ids[i]]
     for layer in range(layers):
         sliding = traits.sliding[layer]
         rms_norm(h, w.norms, layer * 4 * D, eps, x, bf16)
-        linear_layer(x, w.qkvg.reshape(-1), layer * D * wide, w.qkvg_a.reshape(-1), layer * D * rank,
-                     w.qkvg_b.reshape(-1), layer * rank * wide, scale, qkvg, z, bf16)  # fmt: skip
+        linear_layer(x, w.qkvg, w.qkvg_a, w.qkvg_b, layer, scale, qkvg, z, bf16)
         table = (traits.cos, traits.sin, traits.stretch)
         turn_heads(qkvg, 0, heads, w.q_norm[layer], eps, positions, *table, sliding, True, q, bf16)
         turn_heads(qkvg, q_width, traits.kv_heads, w.k_norm[layer], eps, positions, *table, sliding, False, k, bf16)
@@ -144,8 +143,7 @@ def forward(
         attend(q, keys, values, at[layer], places[layer], window, slots, positions, traits.kv_heads, traits.group,
                size, space.scores, attended, bf16)  # fmt: skip
         open_gate(attended, qkvg, v_first + kv_width, w.gate_bias[layer], q, bf16)
-        linear_layer(q, w.o.reshape(-1), layer * q_width * D, w.o_a.reshape(-1), layer * q_width * rank,
-                     w.o_b.reshape(-1), layer * rank * D, scale, y, z, bf16)  # fmt: skip
+        linear_layer(q, w.o, w.o_a, w.o_b, layer, scale, y, z, bf16)
         rms_norm(y, w.norms, (layer * 4 + 1) * D, eps, x, bf16)
         add_residual(x, 2 * (layer + 1), h, bf16)
         rms_norm(h, w.norms, (layer * 4 + 2) * D, eps, x, bf16)
@@ -162,41 +160,31 @@ def forward(
 @kernel
 def dense_mlp(w: Any, traits: Any, space: Any, index: int, x: Any, y: Any) -> None:
     """``y = down(swiglu(gate_up(x)))``."""
-    n, D = x.shape
-    wide, inner, z, scale = space.dense[:n], space.inner_dense[:n], space.z[:n], traits.adapter_scale
-    I, rank = inner.shape[1], z.shape[1]  # noqa: E741
-    linear_layer(x, w.dense_gate_up.reshape(-1), index * D * 2 * I, w.dense_gate_up_a.reshape(-1), index * D * rank,
-                 w.dense_gate_up_b.reshape(-1), index * rank * 2 * I, scale, wide, z, traits.bf16)  # fmt: skip
+    n, scale = len(x), traits.adapter_scale
+    wide, inner, z = space.dense[:n], space.inner_dense[:n], space.z[:n]
+    linear_layer(x, w.dense_gate_up, w.dense_gate_up_a, w.dense_gate_up_b, index, scale, wide, z, traits.bf16)
     swiglu(wide, inner, traits.bf16)
-    linear_layer(inner, w.dense_down.reshape(-1), index * I * D, w.dense_down_a.reshape(-1), index * I * rank,
-                 w.dense_down_b.reshape(-1), index * rank * D, scale, y, z, traits.bf16)  # fmt: skip
+    linear_layer(inner, w.dense_down, w.dense_down_a, w.dense_down_b, index, scale, y, z, traits.bf16)
 
 
 @kernel
 def sparse_mlp(w: Any, traits: Any, space: Any, index: int, x: Any, routes: Any, replayed: bool, y: Any) -> None:
     """``y`` = the weighted sum of the chosen experts; ``routes[:, index]`` says which."""
-    n, D, E, K = len(x), x.shape[1], w.router.shape[2], routes.shape[2]
+    n, K, scale = len(x), routes.shape[2], traits.adapter_scale
     scores, weights, chosen = space.router[:n], space.weights[:n], routes[:, index]
     choices = n * K
     order, place, every = space.order[:choices], space.place[:choices], space.order[:0]
     multiply(x, w.router[index], scores)
     route(scores, w.router_bias[index], traits.expert_groups, traits.best_groups, traits.normalize, replayed, chosen,
           weights)  # fmt: skip
-    wide, inner, outer, z = (
-        space.wide[:choices],
-        space.inner[:choices],
-        space.outer[:choices],
-        space.z_choices[:choices],
-    )
-    I, rank, sets, scale = inner.shape[1], z.shape[1], w.gate_up_a.shape[1], traits.adapter_scale  # noqa: E741
-    sort_by_expert(chosen, space.ends, order)
-    grouped_linear(x, order, K, w.gate_up.reshape(-1), index * E * D * 2 * I, space.ends, w.gate_up_a.reshape(-1),
-                   index * sets * D * rank, w.gate_up_b.reshape(-1), index * sets * rank * 2 * I, sets, scale, wide, z,
+    wide, inner, outer = space.wide[:choices], space.inner[:choices], space.outer[:choices]
+    z, ends = space.z_choices[:choices], space.ends
+    sort_by_expert(chosen, ends, order)
+    grouped_linear(x, order, K, w.gate_up[index], ends, w.gate_up_a[index], w.gate_up_b[index], scale, wide, z,
                    space.rows, 0, choices, traits.bf16)  # fmt: skip
     swiglu(wide, inner, traits.bf16)
-    grouped_linear(inner, every, 1, w.down.reshape(-1), index * E * I * D, space.ends, w.down_a.reshape(-1),
-                   index * sets * I * rank, w.down_b.reshape(-1), index * sets * rank * D, sets, scale, outer, z,
-                   inner, 0, choices, traits.bf16)  # fmt: skip
+    grouped_linear(inner, every, 1, w.down[index], ends, w.down_a[index], w.down_b[index], scale, outer, z, inner, 0,
+                   choices, traits.bf16)  # fmt: skip
     invert(order, place)
     gather_experts(outer, place, weights, traits.factor, y, traits.bf16)
 
@@ -237,12 +225,13 @@ class BeamDecoder:
     def __init__(
         self, shape: BeamShape, numerics: Numerics, rope_theta: float, max_positions: int, lora: LoraShape | None = None
     ) -> None:
-        self.shape, self.numerics = shape, numerics
-        self.route_dtype = np.dtype(np.uint8 if shape.num_experts <= 256 else np.uint16)
+        self.shape, self.numerics, self._lora = shape, numerics, lora
+        self.route_dtype = route_dtype(shape)
         held = {name: torch.zeros(size) for name, size in (_sizes(shape) | _adapter_sizes(shape, lora)).items()}
         self.weights = Weights(**{name: tensor.numpy() for name, tensor in held.items()})
         self.tensors = dict(_named(shape, held))
         self.adapters = {} if lora is None else dict(_named_adapters(shape, lora, held))
+        self.named = self.tensors | self.adapters
         self.traits = _traits(shape, numerics, rope_theta, max_positions, 1.0 if lora is None else lora.scale)
 
     def round_weights(self, received: Collection[str]) -> None:
@@ -250,8 +239,12 @@ class BeamDecoder:
         if self.traits.bf16:
             for name in received:
                 if ".mlp.gate." not in name:
-                    tensor = self.adapters[name] if name in self.adapters else self.tensors[name]
-                    tensor.copy_(tensor.bfloat16())
+                    self.named[name].copy_(self.named[name].bfloat16())
+
+    def is_finite(self, adapters_alone: bool) -> bool:
+        """Whether all values are finite, looked at in stacks: quicker than by their names."""
+        stacks = self.weights._asdict().items()
+        return all(np.isfinite(s).all() for name, s in stacks if not adapters_alone or name.endswith(("_a", "_b")))
 
     def new_cache(self, slots: int, positions: int) -> SlotCache:
         """A cache for ``slots`` sequences of up to ``positions`` tokens."""
@@ -261,8 +254,7 @@ class BeamDecoder:
 
     def new_workspace(self, rows: int, places: int) -> Workspace:
         """Room for the activations of ``rows`` rows over caches of up to ``places`` places."""
-        ranks = self.weights.qkvg_a.shape[-1], self.weights.gate_up_a.shape[-1]
-        return _workspace(self.shape, rows, whole_blocks(places), *ranks)
+        return _workspace(self.shape, rows, whole_blocks(places), 0 if self._lora is None else self._lora.rank)
 
 
 def _sizes(shape: BeamShape) -> dict[str, tuple[int, ...]]:
@@ -289,30 +281,30 @@ def _sizes(shape: BeamShape) -> dict[str, tuple[int, ...]]:
     }
 
 
-_ADAPTED = ("qkvg", "o", "dense_gate_up", "dense_down", "gate_up", "down")
-
-
 def _adapter_sizes(shape: BeamShape, lora: LoraShape | None) -> dict[str, tuple[int, ...]]:
-    """Those of A and B beside each linear of :func:`_sizes`; of rank 0 where it has no adapter."""
-    on_experts = lora is not None and lora.experts != "none"
-    sets = shape.num_experts if lora is not None and lora.experts == "per_expert" else 1
+    """Those of A and B beside each linear of :func:`_sizes`; of rank 0 where it has no adapter in any layer."""
+    sets = {} if lora is None else {_stack(shape, site)[0]: site.sets for site in sites(shape, lora)}
     sizes: dict[str, tuple[int, ...]] = {}
-    for name in _ADAPTED:
+    for name in ("qkvg", "o", "dense_gate_up", "dense_down", "gate_up", "down"):
         layers, *experts, inputs, outputs = _sizes(shape)[name]
-        rank = lora.rank if lora is not None and (on_experts or not experts) else 0
-        stack = (layers, *([sets] if experts else []))
+        rank = lora.rank if lora is not None and name in sets else 0
+        stack = (layers, *([sets.get(name) or 1] if experts else []))
         sizes |= {f"{name}_a": (*stack, inputs, rank), f"{name}_b": (*stack, rank, outputs)}
     return sizes
+
+
+def _stack(shape: BeamShape, site: Site) -> tuple[str, int]:
+    """In which stack of weights the linears of a site lie, and where."""
+    if site.place.endswith("self_attn"):
+        return {"q_proj": "qkvg", "o_proj": "o"}[site.projections[0]], site.layer
+    name = {"gate_proj": "gate_up", "down_proj": "down"}[site.projections[0]]
+    return ("" if site.experts else "dense_") + name, _of_kind(shape)[site.layer]
 
 
 def _named_adapters(shape: BeamShape, lora: LoraShape, held: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Views of the adapters under their names, shaped as in their files."""
     for site in sites(shape, lora):
-        if site.place.endswith("self_attn"):
-            name, index = {"q_proj": "qkvg", "o_proj": "o"}[site.projections[0]], site.layer
-        else:
-            name = {"gate_proj": "gate_up", "down_proj": "down"}[site.projections[0]]
-            name, index = ("" if site.experts else "dense_") + name, _of_kind(shape)[site.layer]
+        name, index = _stack(shape, site)
         a, b = held[f"{name}_a"][index], held[f"{name}_b"][index]
         for expert, place in site.adapters():
             of_a, of_b = (a, b) if expert is None else (a[expert], b[expert])
@@ -383,7 +375,7 @@ def _traits(shape: BeamShape, numerics: Numerics, rope_theta: float, positions: 
     )
 
 
-def _workspace(shape: BeamShape, rows: int, places: int, rank: int, rank_of_experts: int) -> Workspace:
+def _workspace(shape: BeamShape, rows: int, places: int, rank: int) -> Workspace:
     D, d, K, E = shape.hidden_size, shape.head_dim, shape.num_experts_per_tok, shape.num_experts
     q, kv = shape.num_attention_heads * d, shape.num_key_value_heads * d
     group = shape.num_attention_heads // shape.num_key_value_heads
@@ -399,7 +391,7 @@ def _workspace(shape: BeamShape, rows: int, places: int, rank: int, rank_of_expe
         scores=floats(2 * group * places),
         dense=floats(rows, 2 * dense), inner_dense=floats(rows, dense),
         router=floats(rows, E), weights=floats(rows, K),
-        z=floats(rows, rank), z_choices=floats(choices, rank_of_experts), ends=np.empty(E, np.int64),
+        z=floats(rows, rank), z_choices=floats(choices, rank), ends=np.empty(E, np.int64),
         order=np.empty(choices, np.int64), place=np.empty(choices, np.int64),
         rows=floats(choices, D), wide=floats(choices, 2 * I), inner=floats(choices, I), outer=floats(choices, D),
     )  # fmt: skip

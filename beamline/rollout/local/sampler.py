@@ -124,13 +124,14 @@ class LocalSampler:
             partials = self.abort(self._in_flight)  # takes what is ready too
             self._ready = partials
             self._in_flight = {completion.key for completion in partials}
-        held, received = self._decoder.tensors | self._decoder.adapters, {move.part.name for move in plan.moves}
-        self._channel.receive(plan, held)
-        self._decoder.round_weights(received)
+        decoder, received = self._decoder, {move.part.name for move in plan.moves}
+        self._channel.receive(plan, decoder.named)
+        decoder.round_weights(received)
         self._missing |= received  # the old ones are gone
-        finite = all(np.isfinite(stacked).all() for stacked in self._decoder.weights)  # quicker than by their names
-        if not finite and (wrong := first_not_finite({name: held[name] for name in held if name in received})):
-            raise FloatingPointError(f"{wrong} of version {version} holds values that are not finite")
+        if not decoder.is_finite(adapters_alone=received <= decoder.adapters.keys()):
+            wrong = first_not_finite({name: decoder.named[name] for name in decoder.named if name in received})
+            if wrong is not None:
+                raise FloatingPointError(f"{wrong} of version {version} holds values that are not finite")
         self._missing -= received
         self._version = version
 

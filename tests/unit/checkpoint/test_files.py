@@ -9,7 +9,7 @@ import pytest
 
 from beamline.checkpoint import CheckpointError, FileDigest, remove_tree, write_atomic
 from beamline.checkpoint import files as files_module
-from beamline.checkpoint.files import Bytes, hash_file, make_folder, read_json, write_json
+from beamline.checkpoint.files import Bytes, hash_file, make_empty_folder, make_folder, read_json, write_json
 from tests.faults import Crash, disk_full, failing_operation
 
 
@@ -154,3 +154,16 @@ def test_damaged_json_names_the_file_and_the_reason(tmp_path: Path, content: byt
     (tmp_path / "state.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"state\.json.*{reason}"):
         read_json(tmp_path / "state.json")
+
+
+def test_a_folder_that_has_to_be_empty_is_made_or_taken_as_it_is(tmp_path: Path) -> None:
+    for _ in range(2):
+        make_empty_folder(tmp_path / "a" / "b")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "a", tmp_path / "a" / "b"]
+
+
+def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / name).touch()
+    with pytest.raises(FileExistsError, match=f"{tmp_path / 'a'} is there already; give an empty folder"):
+        make_empty_folder(tmp_path)

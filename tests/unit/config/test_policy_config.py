@@ -190,11 +190,11 @@ def test_none_on_experts_goes_with_targets_that_lie_elsewhere_too(recipe: Path, 
     assert lora_of(recipe, *chosen).experts == "none"
 
 
-@pytest.mark.parametrize("targets", ["q_proj", "all", "[]", "[1]", "null", "{q_proj: 1}"])
+@pytest.mark.parametrize("targets", ["q_proj", "all", "[]", "[1]", "null", "{q_proj: 1}", "[all-linear]", "['']"])
 def test_targets_are_all_or_a_list_of_names(recipe: Path, targets: str) -> None:
     first, *_ = problems(recipe, "policy.lora.rank=8", f"policy.lora.targets={targets}")
     assert "policy.lora.targets" in first
-    assert first.endswith("expected `all-linear` or list of (text), at least 1 long")
+    assert "expected `all-linear` or list of (text matching" in first
 
 
 SMALL_UPDATES = "policy.dtype=bfloat16 is for a frozen model: small updates would be lost; set policy.lora.rank too"
@@ -233,7 +233,7 @@ def test_the_samplers_types_are_free_of_each_other(recipe: Path, dtype: str, kv_
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("policy.lora.alpha=0", "policy.lora.alpha=0: expected number > 0 and <= 1000000.0 or null"),
+        ("policy.lora.alpha=0", "policy.lora.alpha=0: expected number >= 0.001 and <= 1000000.0 or null"),
         ("policy.lora.dropout=1", "policy.lora.dropout=1: expected number >= 0 and < 1"),
         (
             "policy.lora.experts=each",

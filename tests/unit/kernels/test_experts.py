@@ -119,12 +119,9 @@ def multiplied(
     bf16: bool = False,
 ) -> None:  # fmt: skip
     """Rows first..last of ``out`` by the weights of the second layer, without adapters."""
-    nothing, z = np.empty(0, np.float32), np.empty((len(out), 0), np.float32)
-    scratch = np.empty((last - first, x.shape[1]), np.float32)
-    grouped_linear(
-        x, order, K, w.reshape(-1), w[0].size, ends, nothing, 0, nothing, 0, 1, np.float32(1), out, z, scratch, first,
-        last, bf16,
-    )  # fmt: skip
+    nothing, scratch = np.empty((1, 0, 0), np.float32), np.empty((last - first, x.shape[1]), np.float32)
+    z = np.empty((len(out), 0), np.float32)
+    grouped_linear(x, order, K, w[1], ends, nothing, nothing, np.float32(1), out, z, scratch, first, last, bf16)
 
 
 def mixed(x: Floats, chosen: Chosen, weights: Floats, bf16: bool = False, cuts: tuple[int, ...] = ()) -> Floats:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -65,8 +64,7 @@ def computed(of: Layer, bf16: bool = False, cuts: tuple[int, ...] = (0, ROWS)) -
     for first, last in pairwise(cuts):
         scratch = np.full((last - first if len(of.order) else 0, of.x.shape[1]), np.nan, np.float32)
         grouped_linear(
-            of.x, of.order, CHOICES, of.w.reshape(-1), of.w[0].size, of.ends, of.a.reshape(-1), of.a[0].size,
-            of.b.reshape(-1), of.b[0].size, of.a.shape[1], SCALE, out, z, scratch, first, last, bf16,
+            of.x, of.order, CHOICES, of.w[1], of.ends, of.a[1], of.b[1], SCALE, out, z, scratch, first, last, bf16,
         )  # fmt: skip
     return out, z
 
@@ -179,8 +177,8 @@ def one_group(depth: int, width: int, rank: int) -> tuple[Layer, list[Floats]]:
 
 def linear(x: Floats, stacks: list[Floats], bf16: bool = False) -> tuple[Floats, Floats]:
     out, z = (np.full((len(x), stack.shape[2]), UNTOUCHED) for stack in stacks[:2])
-    matrices: list[Any] = [part for stack in stacks for part in (stack.reshape(-1), stack[0].size)]
-    linear_layer(x, *matrices, SCALE, out, z, bf16)
+    w, a, b = stacks
+    linear_layer(x, w, a, b, 1, SCALE, out, z, bf16)
     return out, z
 
 

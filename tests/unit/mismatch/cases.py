@@ -18,9 +18,9 @@ from beamline.rollout.collect import to_rollout
 from beamline.runtime.console import RunConsole
 from beamline.runtime.engines import sampler_of
 from beamline.runtime.subject import Subject, Weights
-from tests.contract.engines import adapters_for
+from tests.adapters import random_adapters
 from tests.contract.sampling import requests, run
-from tests.tiny_beam import random_beam
+from tests.tiny_beam import beam_shape, random_beam
 
 LENGTHS = ["rollout.max_prompt_tokens=40", "rollout.max_response_tokens=56", "algorithm.samples_per_prompt=4"]
 MANY_EXPERTS: dict[str, Any] = {"num_experts": 64, "num_experts_per_tok": 8, "n_group": 4, "topk_group": 4}
@@ -36,7 +36,7 @@ def config_of(folder: Path, *settings: str, **changes: Any) -> RunConfig:
 def weights_of(config: RunConfig, b: float = 0.1, **changes: Any) -> Weights:
     """The tiny model, and adapters with B of this deviation where the settings ask for them."""
     module, lora = random_beam(**changes), lora_shape(config.policy.lora)
-    return Weights(module, None if lora is None else adapters_for(module, lora, b))
+    return Weights(module, None if lora is None else random_adapters(beam_shape(**changes), lora, b))
 
 
 def frozen(config: RunConfig, weights: Weights, **params: Any) -> FrozenBatch:

@@ -1,6 +1,6 @@
 """A cause that was put in on purpose is found, under its own name, and nothing is left of the difference."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,27 @@ LAST_ROUTER = "model.layers.2.mlp.gate"
 ALL_TYPES = ("rollout.dtype=bfloat16", "rollout.kv_dtype=float8_e4m3", "rollout.head_dtype=bfloat16")
 
 
-def explained(folder: Path, *settings: str, **changes: Any) -> tuple[dict[str, Cause], Evaluator, RunConfig]:
-    """The causes by name, and what they were measured with, of a sampler and a learner with these settings."""
-    config = config_of(folder, *settings, **changes)
-    weights = weights_of(config, **changes)
-    evaluate = evaluator(config, frozen(config, weights), weights)
-    return named(config, evaluate), evaluate, config
+Explain = Callable[..., tuple[dict[str, Cause], Evaluator, RunConfig]]
+
+
+@pytest.fixture(scope="module")
+def explained(tmp_path_factory: pytest.TempPathFactory) -> Explain:
+    """The causes by name, and what they were measured with, of a sampler and a learner with these settings.
+
+    They are computed once for equal settings; not to be changed.
+    """
+    known: dict[str, tuple[dict[str, Cause], Evaluator, RunConfig]] = {}
+
+    def explain(*settings: str, **changes: Any) -> tuple[dict[str, Cause], Evaluator, RunConfig]:
+        key = repr((settings, changes))
+        if key not in known:
+            config = config_of(tmp_path_factory.mktemp("explained"), *settings, **changes)
+            weights = weights_of(config, **changes)
+            evaluate = evaluator(config, frozen(config, weights), weights)
+            known[key] = named(config, evaluate), evaluate, config
+        return known[key]
+
+    return explain
 
 
 def named(config: RunConfig, evaluate: Evaluator, other: str | None = None) -> dict[str, Cause]:
@@ -56,16 +71,16 @@ def observed(config: RunConfig, evaluate: Evaluator) -> Size:
     return size(evaluate(learner_setup(config)) - evaluate.recorded)
 
 
-def test_engines_that_agree_have_nothing_to_explain(tmp_path: Path) -> None:
-    found, evaluate, config = explained(tmp_path)
+def test_engines_that_agree_have_nothing_to_explain(explained: Explain) -> None:
+    found, evaluate, config = explained()
     assert observed(config, evaluate) == Size(0.0, 0.0, 0.0)
     assert steps(found) == ["batch composition"]
     assert left(found) == 0
     assert [name for name, cause in found.items() if cause.alone is None] == ["weights"]
 
 
-def test_what_the_engines_do_not_differ_in_is_shown_as_what_if(tmp_path: Path) -> None:
-    found, _, _ = explained(tmp_path)
+def test_what_the_engines_do_not_differ_in_is_shown_as_what_if(explained: Explain) -> None:
+    found, _, _ = explained()
     switched = {name: cause.switched for name, cause in found.items() if not cause.differs}
     assert switched == {
         "kernels": "Hugging Face module",
@@ -84,21 +99,21 @@ def test_what_the_engines_do_not_differ_in_is_shown_as_what_if(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("settings", [(), ("policy.lora.rank=8",), ("policy.parity=false",)])
-def test_a_cause_that_was_put_in_is_found_and_explains_all_of_it(settings: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_cause_that_was_put_in_is_found_and_explains_all_of_it(settings: tuple[str, ...], explained: Explain) -> None:
     kernels = ["batch composition"] + ["kernels"] * ("policy.parity=false" in settings)
     for name, setting in zip(("compute type", "KV cache type", "logits type"), ALL_TYPES, strict=True):
-        found, evaluate, config = explained(tmp_path, *settings, setting)
+        found, evaluate, config = explained(*settings, setting)
         assert steps(found) == [*kernels, *(["routing"] if found["routing"].differs else []), name]
         assert mean(found[name]) > 0.3 * observed(config, evaluate).mean
         assert left(found) == 0
 
 
-def test_several_causes_are_told_apart(tmp_path: Path) -> None:
-    found, _, _ = explained(tmp_path, *ALL_TYPES, **MANY_EXPERTS)
+def test_several_causes_are_told_apart(explained: Explain) -> None:
+    found, _, _ = explained(*ALL_TYPES, **MANY_EXPERTS)
     assert steps(found) == ["batch composition", "routing", "compute type", "KV cache type", "logits type"]
     assert left(found) == 0
     for name, setting in zip(("compute type", "KV cache type", "logits type"), ALL_TYPES, strict=True):
-        alone, _, _ = explained(tmp_path, setting, **MANY_EXPERTS)
+        alone, _, _ = explained(setting, **MANY_EXPERTS)
         # Alone, it is measured on tokens that another sampler drew, so that the figures are only alike.
         assert mean(found[name]) == pytest.approx(mean(alone[name]), rel=0.5)
 
@@ -141,12 +156,12 @@ def test_learners_weights_that_the_sampler_does_not_have_are_left_as_the_residua
     assert left(found) == mean(found["weights"]) > 0.01
 
 
-def test_replay_leaves_routing_no_part(tmp_path: Path) -> None:
-    found, evaluate, config = explained(tmp_path, "policy.r3=true", "rollout.dtype=bfloat16", **MANY_EXPERTS)
+def test_replay_leaves_routing_no_part(explained: Explain) -> None:
+    found, evaluate, config = explained("policy.r3=true", "rollout.dtype=bfloat16", **MANY_EXPERTS)
     assert steps(found) == ["batch composition", "compute type"]
     assert (found["routing"].differs, found["routing"].switched) == (False, "its own choice")
     assert left(found) == 0
-    free, _, _ = explained(tmp_path, "rollout.dtype=bfloat16", **MANY_EXPERTS)
+    free, _, _ = explained("rollout.dtype=bfloat16", **MANY_EXPERTS)
     assert mean(found["routing"]) == mean(free["routing"])
     routes = routing(config, evaluate)
     assert routes is not None
@@ -165,21 +180,16 @@ def test_a_learner_in_bfloat16_is_explained_to_the_end(r3: bool, tmp_path: Path)
     assert found["attention kernel"].alone is None
 
 
-def test_a_model_without_experts_has_no_routing(tmp_path: Path) -> None:
-    found, evaluate, config = explained(tmp_path, "rollout.dtype=bfloat16", mlp_layer_types=["dense"] * 3)
+def test_a_model_without_experts_has_no_routing(explained: Explain) -> None:
+    found, evaluate, config = explained("rollout.dtype=bfloat16", mlp_layer_types=["dense"] * 3)
     assert (found["routing"].alone, found["routing"].switched) == (None, "the model has no experts")
     assert steps(found) == ["batch composition", "compute type"]
     assert left(found) == 0
     assert routing(config, evaluate) is None
 
 
-def test_equal_seeds_give_equal_figures(tmp_path: Path) -> None:
-    once, again = (explained(tmp_path, *ALL_TYPES, **MANY_EXPERTS)[0] for _ in range(2))
-    assert once == again
-
-
-def test_the_way_goes_from_the_learner_to_the_sampler(tmp_path: Path) -> None:
-    found, evaluate, config = explained(tmp_path, *ALL_TYPES)
+def test_the_way_goes_from_the_learner_to_the_sampler(explained: Explain) -> None:
+    found, evaluate, config = explained(*ALL_TYPES)
     end = causes(config, evaluate, None)[1]
     assert end == sampler_setup(config)
     np.testing.assert_array_equal(evaluate(end), evaluate.recorded)

@@ -11,22 +11,15 @@ from beamline.model.beam import ModelError
 from beamline.model.lora import LoraShape, adapter_tensors, sites
 from beamline.policy.lora import Adapter, Adapters, lora_shape
 from beamline.policy.weights import named_tensors
+from tests.adapters import LORAS, PER_EXPERT, loras
 from tests.tiny_beam import beam_shape, random_beam
-
-LORAS = {
-    "per expert": LoraShape(8, 12.0),
-    "shared by the experts of a layer": LoraShape(16, 8.0, experts="shared_per_layer"),
-    "none on experts": LoraShape(8, 8.0, experts="none"),
-    "some targets": LoraShape(8, 24.0, targets=("k_proj", "self_attn.gate_proj", "experts.up_proj", "mlp.down_proj")),
-}
-PER_EXPERT = LORAS["per expert"]
 
 
 def adapters(lora: LoraShape = PER_EXPERT, init: Any = "kaiming", seed: int = 0) -> Adapters:
     return Adapters(beam_shape(), lora, init, seed)
 
 
-@pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)
+@loras
 def test_views_have_the_names_and_shapes_of_the_table(lora: LoraShape) -> None:
     found = named_tensors(adapters(lora))
     expected = {spec.name: (spec.shape, torch.float32) for spec in adapter_tensors(beam_shape(), lora)}
@@ -60,7 +53,7 @@ def test_a_depends_on_the_seed_and_its_site_alone() -> None:
         assert torch.equal(a, one.a[one.sites.index(site)])
 
 
-@pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)
+@loras
 def test_the_adapter_of_a_linear_is_that_of_its_site(lora: LoraShape) -> None:
     made = adapters(lora)
     for index, site in enumerate(made.sites):
@@ -85,7 +78,7 @@ def test_what_is_added_is_the_written_product() -> None:
         assert Adapter(site, a, b, 1.5).added(x.bfloat16(), ends).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)
+@loras
 def test_merging_adds_the_written_product(lora: LoraShape) -> None:
     made, before, module = adapters(lora), named_tensors(random_beam()), random_beam()
     with torch.no_grad():

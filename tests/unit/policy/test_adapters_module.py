@@ -6,7 +6,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from beamline.model.lora import LoraShape
@@ -17,6 +16,7 @@ from beamline.policy.hooks import EXPERTS
 from beamline.policy.lora import Adapter, Adapters
 from beamline.policy.weights import named_tensors
 from beamline.records import Key
+from tests.adapters import PER_EXPERT, Routes, loras, random_adapters, random_routes
 from tests.tiny_beam import VOCAB, beam_shape, random_beam
 
 LENGTHS = [5, 40, 1, 17]
@@ -26,31 +26,14 @@ GENERATOR = torch.Generator().manual_seed(0)
 IDS = torch.randint(VOCAB, (N,), generator=GENERATOR)
 DIRECTION = torch.randn(N, 32, generator=GENERATOR)
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])
-LORAS = {
-    "per expert": LoraShape(8, 12.0),
-    "shared by the experts of a layer": LoraShape(8, 8.0, experts="shared_per_layer"),
-    "none on experts": LoraShape(8, 8.0, experts="none"),
-    "some targets": LoraShape(8, 24.0, targets=("k_proj", "self_attn.gate_proj", "experts.up_proj", "mlp.down_proj")),
-}
-PER_EXPERT = LORAS["per expert"]
-Routes = NDArray[np.uint8]
 
 
-@torch.no_grad()
 def adapters(lora: LoraShape = PER_EXPERT, seed: int = 0) -> Adapters:
-    """Adapters whose B is not 0."""
-    made = Adapters(beam_shape(), lora, "kaiming", seed)
-    generator = torch.Generator().manual_seed(seed)
-    for name, tensor in named_tensors(made).items():
-        if ".lora_B." in name:
-            tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
-    return made
+    return random_adapters(beam_shape(), lora, seed=seed)
 
 
 def routes(seed: int) -> Routes:
-    """Four distinct experts of 16 for each row and each of two layers, at random."""
-    every = np.broadcast_to(np.arange(16, dtype=np.uint8), (N, 2, 16))
-    return np.random.default_rng(seed).permuted(every, axis=-1)[..., :4]
+    return random_routes(beam_shape(), N, seed)
 
 
 def dropout(updates: int) -> Dropout:
@@ -91,7 +74,7 @@ def loop(rows: Tensor, matrices: Tensor, *, offs: Tensor) -> Tensor:
 # Adapters
 
 
-@pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)
+@loras
 def test_adapters_are_those_of_a_merged_model_in_double_precision(
     lora: LoraShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from beamline.model.lora import ExpertAdapters, LoraShape
 from beamline.policy import model, parity, peft
 from beamline.policy.attention import Packing
 from beamline.policy.lora import Adapters
-from beamline.policy.weights import named_tensors
+from tests.adapters import random_adapters
 from tests.tiny_beam import VOCAB, beam_shape, random_beam, reference
 
 RANK, ALPHA = 8, 12.0
@@ -38,14 +38,9 @@ SHAPES: dict[str, tuple[tuple[str, ...] | None, ExpertAdapters]] = {
 }
 
 
-@torch.no_grad()
 def adapters_of(targets: tuple[str, ...] | None, experts: ExpertAdapters, **changes: Any) -> Adapters:
-    """Trained adapters: large enough for logits to be others altogether."""
-    adapters = Adapters(beam_shape(**changes), LoraShape(RANK, ALPHA, targets, experts), "kaiming", 0)
-    generator = torch.Generator().manual_seed(0)
-    for tensor in named_tensors(adapters).values():
-        tensor.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
-    return adapters
+    """Large enough for logits to be others altogether."""
+    return random_adapters(beam_shape(**changes), LoraShape(RANK, ALPHA, targets, experts), b=0.4)
 
 
 def read_by_peft(folder: Path, module: nn.Module) -> tuple[nn.Module, list[str]]:

@@ -14,8 +14,8 @@ from beamline.policy import functions, head, model, parity
 from beamline.policy.attention import Packing
 from beamline.policy.dropout import Dropout
 from beamline.policy.lora import Adapters
-from beamline.policy.weights import named_tensors
 from beamline.records import Key
+from tests.adapters import loras, random_adapters, random_routes
 from tests.tiny_beam import VOCAB, beam_shape, random_beam
 
 LENGTHS = [5, 40, 1, 17, 39, 2, 8, 9, 1, 30, 96, 16, 32]  # around the window of 8 and blocks of 16
@@ -155,37 +155,27 @@ def test_another_type_is_an_error(convert: Any) -> None:
         parity.check(convert(random_beam()))
 
 
+def test_another_attention_has_no_gradients() -> None:
+    def attend(*arguments: Any) -> None:
+        functions.attend(*arguments)
+
+    hidden = parity.hidden_states(random_beam(), IDS, POSITIONS, Packing.of(BORDERS), attend=attend)
+    with pytest.raises(RuntimeError, match=r"another attention than the kernels' has no gradients"):
+        hidden.sum().backward()
+
+
 # What a pass brings: adapters, routes, dropout
 
 
-@torch.no_grad()
 def adapters(lora: LoraShape | None = None, b: float = 0.1, **changes: Any) -> Adapters:
-    """On every linear layer, if nothing else is asked."""
-    shape, generator = beam_shape(**changes), torch.Generator().manual_seed(0)
-    every = LoraShape(8, 12.0, experts="per_expert" if shape.moe_layers else "none")
-    made = Adapters(shape, lora or every, "kaiming", 0)
-    for name, tensor in named_tensors(made).items():
-        if ".lora_B." in name:
-            tensor.copy_(b * torch.randn(tensor.shape, generator=generator))
-    return made
+    return random_adapters(beam_shape(**changes), lora, b)
 
 
 def routes(**changes: Any) -> Any:
-    """Distinct experts ``[N, L, K]``, hardly ever those that a router would choose."""
-    shape = beam_shape(**changes)
-    size = BORDERS[-1], len(shape.moe_layers), shape.num_experts
-    every = np.broadcast_to(np.arange(shape.num_experts, dtype=np.uint8), size)
-    return np.random.default_rng(0).permuted(every, axis=-1)[..., : shape.num_experts_per_tok]
+    return random_routes(beam_shape(**changes), BORDERS[-1])
 
 
 DROPOUT = Dropout(0.3, 0, 5, tuple(Key("train", 1, f"problem-{i}", 0) for i in range(len(LENGTHS))), tuple(LENGTHS))
-LORAS = {
-    "rank 24": LoraShape(24, 24.0),
-    "shared per layer": LoraShape(8, 12.0, experts="shared_per_layer"),
-    "none on experts": LoraShape(8, 12.0, experts="none"),
-    "some targets": LoraShape(8, 24.0, ("k_proj", "self_attn.gate_proj", "experts.up_proj", "mlp.down_proj")),
-    "experts alone": LoraShape(8, 24.0, ("experts.down_proj",)),
-}
 
 
 def brought(changes: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
@@ -213,7 +203,7 @@ def test_logprobs_and_gradients_are_those_of_the_module_with_the_same(changes: d
     assert_near(*(gradients(random_beam(**changes), path, *given) for path in (parity, model)))
 
 
-@pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)
+@loras
 def test_whatever_is_adapted(lora: LoraShape) -> None:
     found = [gradients(random_beam(), path, adapters(lora)) for path in (parity, model)]
     assert_near(*found)
@@ -238,8 +228,8 @@ def test_a_frozen_model_has_no_gradients_and_its_adapters_have_the_same() -> Non
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("lora", [None, *LORAS.values()], ids=["per expert", *LORAS])
-def test_adapters_without_an_effect_change_no_bit(lora: LoraShape | None) -> None:
+@loras
+def test_adapters_without_an_effect_change_no_bit(lora: LoraShape) -> None:
     for ours, theirs in zip(scores(random_beam(), parity, adapters(lora, b=0.0)), scores(random_beam()), strict=True):
         assert torch.equal(ours, theirs)
 

@@ -19,12 +19,12 @@ from beamline.report.mismatch import (
     Size,
     as_json,
     conclusion,
-    mismatch_figures,
     mismatch_headlines,
     number,
     read_mismatch,
     write_mismatch,
 )
+from beamline.report.mismatch_figures import mismatch_figures
 from beamline.report.page import write_mismatch_page
 from tests.fake_run import write_fake_run
 

@@ -4,13 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from beamline.kernels.linear import multiply
 from beamline.kernels.vocabulary import soft_cap
-from beamline.model.lora import LoraShape
 from beamline.policy.lora import Adapters
 from beamline.policy.positions import Floats
 from beamline.policy.weights import named_tensors
@@ -19,14 +17,12 @@ from beamline.rollout.local.beam import BeamDecoder, Numerics, forward
 from beamline.rollout.local.cache import SlotCache
 from beamline.rollout.local.slots import Slots
 from beamline.rollout.local.worker import Worker
+from tests.adapters import Routes, random_adapters
 from tests.tiny_beam import CONTEXT, THETA, VOCAB, beam_shape
 
 LENGTHS = [1, 2, 7, 8, 9, 24, 40, 15]  # around the window of 8, and several of them
 STEPS = 40  # so that every ring of 16 places wraps around
 SEQUENCES = [np.random.default_rng(n).integers(0, VOCAB, n + STEPS).astype(np.int32) for n in LENGTHS]
-
-Routes = NDArray[np.unsignedinteger[Any]]
-
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {},
@@ -37,16 +33,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 shapes = pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
 
 
-@torch.no_grad()
-def adapters_for(changes: dict[str, Any], lora: LoraShape | None = None) -> Adapters:
-    """Adapters that change a model about as much as its weights do; on every linear layer, if nothing else is asked."""
-    shape = beam_shape(**changes)
-    every = LoraShape(8, 16.0, experts="per_expert" if shape.moe_layers else "none")
-    adapters, generator = Adapters(shape, lora or every, "kaiming", 0), torch.Generator().manual_seed(0)
-    for name, tensor in named_tensors(adapters).items():
-        if ".lora_B." in name:
-            tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
-    return adapters
+def adapters_for(changes: dict[str, Any]) -> Adapters:
+    """Adapters that change a model about as much as its weights do, on every linear layer."""
+    return random_adapters(beam_shape(**changes), b=0.4)
 
 
 def decoder_of(

@@ -14,18 +14,10 @@ from transformers import BeamForCausalLM
 from beamline.model.lora import LoraShape, adapter_tensors
 from beamline.policy.weights import named_tensors
 from beamline.rollout.local.beam import BeamDecoder, Numerics, decoder_layout
+from tests.adapters import LORAS, Routes, loras, random_routes
 from tests.exact import bits
 from tests.tiny_beam import CONTEXT, THETA, beam_shape, evaluate, random_beam, reference
-from tests.unit.rollout.decoding import SEQUENCES, Evaluation, Routes, adapters_for, decoder_of, forced, shapes
-
-LORAS = {
-    "per expert": LoraShape(8, 16.0),
-    "rank 24": LoraShape(24, 24.0),
-    "shared per layer": LoraShape(8, 16.0, experts="shared_per_layer"),
-    "none on experts": LoraShape(8, 16.0, experts="none"),
-    "some targets": LoraShape(8, 24.0, ("k_proj", "self_attn.gate_proj", "experts.up_proj", "mlp.down_proj")),
-}
-loras = pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)
+from tests.unit.rollout.decoding import SEQUENCES, Evaluation, adapters_for, decoder_of, forced, shapes
 
 # Adapters
 
@@ -35,9 +27,10 @@ MERGED = 1e-4
 when they are merged. Adapters change logits by more than 1."""
 
 
+@shapes
 @torch.no_grad()
-def assert_follows_merged(lora: LoraShape | None, changes: dict[str, Any]) -> None:
-    module, merged, adapters = random_beam(**changes), random_beam(**changes), adapters_for(changes, lora)
+def test_logits_and_routes_are_those_of_merged_weights(changes: dict[str, Any]) -> None:
+    module, merged, adapters = random_beam(**changes), random_beam(**changes), adapters_for(changes)
     adapters.merge_into(named_tensors(merged))
     plain, without = reference(merged), reference(module)
     for ids, logits, routes in zip(SEQUENCES, *forced(decoder_of(module, adapters=adapters, **changes)), strict=True):
@@ -45,16 +38,6 @@ def assert_follows_merged(lora: LoraShape | None, changes: dict[str, Any]) -> No
         np.testing.assert_allclose(logits, expected.logits_SV.numpy(), rtol=1e-5, atol=MERGED)
         np.testing.assert_array_equal(routes, expected.routes_SLK)
         assert (expected.logits_SV - evaluate(without, ids).logits_SV).abs().max() > 1.0
-
-
-@shapes
-def test_logits_and_routes_are_those_of_merged_weights(changes: dict[str, Any]) -> None:
-    assert_follows_merged(None, changes)
-
-
-@loras
-def test_whatever_is_adapted_is_as_if_it_were_merged(lora: LoraShape) -> None:
-    assert_follows_merged(lora, {})
 
 
 @loras
@@ -89,7 +72,13 @@ def test_without_adapters_they_take_no_room_and_no_time() -> None:
 def test_adapters_on_none_of_the_experts_cost_them_nothing() -> None:
     decoder = BeamDecoder(beam_shape(), Numerics(), THETA, CONTEXT, LORAS["none on experts"])
     of_experts = [getattr(decoder.weights, name) for name in ("gate_up_a", "gate_up_b", "down_a", "down_b")]
-    assert [array.size for array in (*of_experts, decoder.new_workspace(8, CONTEXT).z_choices)] == [0] * 5
+    assert [array.size for array in of_experts] == [0] * 4
+
+
+def test_what_is_no_target_takes_no_room() -> None:
+    decoder = BeamDecoder(beam_shape(), Numerics(), THETA, CONTEXT, LoraShape(8, 8.0, ("q_proj", "experts.down_proj")))
+    ranks = {name: array.shape[-1] for name, array in decoder.weights._asdict().items() if name.endswith("_a")}
+    assert ranks == {"qkvg_a": 8, "o_a": 0, "dense_gate_up_a": 0, "dense_down_a": 0, "gate_up_a": 0, "down_a": 8}
     assert decoder.weights.qkvg_a.size > 0
 
 
@@ -97,14 +86,8 @@ def test_adapters_on_none_of_the_experts_cost_them_nothing() -> None:
 
 
 def any_routes(changes: dict[str, Any]) -> list[Routes]:
-    """Distinct experts ``[S, L, K]`` for each sequence, hardly ever those that a router would choose."""
-    shape, rng = beam_shape(**changes), np.random.default_rng(0)
-    every = np.arange(shape.num_experts, dtype=np.uint8)
-    size = len(shape.moe_layers), shape.num_experts
-    return [
-        rng.permuted(np.broadcast_to(every, (len(ids), *size)), axis=-1)[..., : shape.num_experts_per_tok].copy()
-        for ids in SEQUENCES
-    ]
+    """Experts ``[S, L, K]`` for each sequence."""
+    return [random_routes(beam_shape(**changes), len(ids), seed) for seed, ids in enumerate(SEQUENCES)]
 
 
 @contextmanager

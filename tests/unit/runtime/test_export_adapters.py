@@ -199,7 +199,7 @@ def test_a_base_that_has_changed_is_an_error(base: Path, tmp_path: Path, merge: 
     config = config_of(base)
     saved = checkpoint_of(config, trained(config), tmp_path / "checkpoints")
     model.save(random_beam(1), base, "bfloat16")
-    with pytest.raises(ModelError, match=rf"global_step_3 was trained beside other weights than those in {base} now"):
+    with pytest.raises(ModelError, match=rf"global_step_3 was trained beside another model than the one in {base} now"):
         export(config, saved, tmp_path / "out", merge)
     assert not (tmp_path / "out").exists()
 
@@ -261,7 +261,7 @@ def test_an_export_goes_on_after_a_crash(exported: tuple[RunConfig, Path, Path],
     config, saved, out = exported
     (out / "old").unlink()
     whole = left(out.parent)
-    staging, old = out.with_name(".out.staging"), out.with_name(".out.old")
+    staging, old = out.with_name(".out.beamline-staging"), out.with_name(".out.beamline-old")
     if stopped == "while writing":
         staging.mkdir()
         (staging / "half").touch()
