@@ -109,3 +109,12 @@ def test_the_guard_of_the_mismatch_sees_the_policy_without_dropout(learner_facto
         loss = loss_of(first=True, guard={"mismatch": limit})
         with nullcontext() if passes else pytest.raises(GuardError, match=f"{difference:.3g} nats"):
             update(dropping, batch(), loss)
+
+
+def test_where_a_process_began_does_not_show_in_the_figures(learner_factory: LearnerFactory) -> None:
+    """The guard's look at the policy without dropout is for the guard alone."""
+    first, later = (
+        metrics(update(learner_factory(random_beam(), lora=PER_EXPERT, b=SIZE, dropout=SHARE), batch(), loss))
+        for loss in (loss_of(first=True, guard={"ratio": True, "mismatch": 1e6}), loss_of(first=False))
+    )
+    assert first == later

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from beamline.checkpoint import CheckpointError, ShardReader, ShardWriter
-from beamline.model.beam import ModelError
+from beamline.model.beam import BeamShape, ModelError
+from beamline.model.lora import LoraShape
 from beamline.policy import model
+from beamline.policy.lora import Adapters
 from beamline.policy.weights import module_layout, named_tensors, raw
 from tests.tiny_beam import VOCAB, evaluate, random_beam, reference
 
@@ -223,3 +225,39 @@ def test_a_configuration_of_another_size_is_an_error(folder: Path) -> None:
     configure(folder, hidden_size=64)
     with pytest.raises(ModelError, match=r"has shape .*, expected"):
         model.load(folder, "float32")
+
+
+# What a model is known by
+
+
+def test_a_fingerprint_does_not_depend_on_files(folder: Path) -> None:
+    before = model.fingerprint(folder)
+    save_file({"unused": torch.zeros(2)}, folder / "extra.safetensors")
+    assert model.fingerprint(folder) == before
+    shard(folder)
+    assert model.fingerprint(folder) == before
+
+
+@pytest.mark.parametrize("change", [{"num_experts_per_tok": 2}, {"routed_scaling_factor": 2.0}])
+def test_a_fingerprint_depends_on_what_is_computed(folder: Path, change: dict[str, Any]) -> None:
+    before = model.fingerprint(folder)
+    configure(folder, **change)
+    assert model.fingerprint(folder) != before
+
+
+def test_a_fingerprint_depends_on_every_weight(folder: Path) -> None:
+    before = model.fingerprint(folder)
+    rewrite(folder, lambda tensors: tensors[EXPERT].view(-1)[-1:].add_(1e-3))
+    assert model.fingerprint(folder) != before
+
+
+def test_adapters_are_not_restored_in_part(tmp_path: Path) -> None:
+    module = random_beam()
+    shape, lora = BeamShape.from_config(module.config.to_dict()), LoraShape(8, 8.0)
+    adapters = Adapters(shape, lora, "kaiming", 0)
+    buffers = (raw(tensor).numpy() for tensor in named_tensors(adapters).values())
+    ShardWriter(tmp_path, 0).write("policy", module_layout(adapters).ranks[0], buffers)
+    fewer = Adapters(shape, LoraShape(8, 8.0, ("q_proj",)), "kaiming", 0)
+    for other in (fewer, module):
+        with pytest.raises(CheckpointError, match=r"holds an adapter: \d+ tensors, of which \d+ have no place"):
+            model.restore(other, ShardReader(tmp_path))

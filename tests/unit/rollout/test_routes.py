@@ -182,3 +182,8 @@ def test_each_part_of_a_response_is_checked(chat: BeamChat, part: int) -> None:
 def test_a_job_that_replays_nothing_takes_any_routes(chat: BeamChat) -> None:
     groups = sample(Recorder(spoiled=lambda _: True), job_of(routes_of=None), chat, 60.0)
     assert len(groups) == len(PROBLEMS)
+
+
+def test_of_one_expert_a_token_all_may_be_the_first() -> None:
+    shape = beam_shape(num_experts_per_tok=1)
+    check_routes(KEY, np.zeros((4, len(shape.moe_layers), 1), np.uint8), 5, shape)

@@ -23,6 +23,7 @@ from beamline.policy.lora import Adapters
 from beamline.policy.weights import module_layout, named_tensors, raw
 from beamline.runtime.engines import base_fingerprint, load_adapters, load_module, sampler_of
 from beamline.runtime.export import export, saved_adapters
+from beamline.runtime.subject import find_subject
 from tests.contract.sampling import requests, run, sequence
 from tests.tiny_beam import VOCAB, evaluate, random_beam, reference, teacher_forced
 
@@ -271,3 +272,38 @@ def test_an_export_goes_on_after_a_crash(exported: tuple[RunConfig, Path, Path],
         shutil.copytree(out, old)
     export(config, saved, out)
     assert left(out.parent) == whole
+
+
+def test_a_run_that_goes_on_does_not_need_the_adapter_that_it_began_from(base: Path, tmp_path: Path) -> None:
+    began = config_of(base, adapter_path=f"{tmp_path / 'gone'}")
+    assert load_adapters(began, begins=False) is not None
+    with pytest.raises(ModelError, match="gone"):
+        load_adapters(began)
+
+
+def test_what_is_too_large_to_be_merged_is_not_exported(base: Path, tmp_path: Path) -> None:
+    config = config_of(base)
+    module = trained(config)
+    for parameter in module.parameters():
+        parameter.data.fill_(1e30)
+    saved = checkpoint_of(config, module, tmp_path / "checkpoints")
+    with pytest.raises(ModelError, match=r"q_proj.weight would hold values that are not finite"):
+        export(config, saved, tmp_path / "merged", merge=True)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_the_type_of_the_base_goes_with_its_adapter(base: Path, tmp_path: Path) -> None:
+    config = config_of(base, "policy.dtype=bfloat16", "policy.parity=false")
+    saved = checkpoint_of(config, trained(config), tmp_path / "checkpoints")
+    export(config, saved, tmp_path / "out")
+    assert peft.describe(tmp_path / "out").base_dtype == "bfloat16"
+    subject = find_subject(str(tmp_path / "out"), [])
+    assert (subject.config.policy.dtype, subject.config.policy.parity) == ("bfloat16", False)
+
+
+@pytest.mark.parametrize("other", ["policy.lora.targets=[q_proj]", "policy.lora.alpha=32", "policy.lora.experts=none"])
+def test_adapters_of_a_checkpoint_are_not_taken_for_others(base: Path, tmp_path: Path, other: str) -> None:
+    config = config_of(base)
+    saved = checkpoint_of(config, trained(config), tmp_path / "checkpoints")
+    with pytest.raises(ModelError, match="which no other settings can change"):
+        find_subject(str(saved), [other])
