@@ -297,7 +297,7 @@ def test_the_type_of_the_base_goes_with_its_adapter(base: Path, tmp_path: Path) 
     saved = checkpoint_of(config, trained(config), tmp_path / "checkpoints")
     export(config, saved, tmp_path / "out")
     assert peft.describe(tmp_path / "out").base_dtype == "bfloat16"
-    subject = find_subject(str(tmp_path / "out"), [])
+    subject = find_subject(str(tmp_path / "out"), ["rollout.max_response_tokens=32"])
     assert (subject.config.policy.dtype, subject.config.policy.parity) == ("bfloat16", False)
 
 
