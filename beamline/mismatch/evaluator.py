@@ -116,9 +116,8 @@ def _decoder(shape: BeamShape, setup: Setup, weights: Weights, room: int) -> Bea
     module, adapters = weights
     lora = None if adapters is None else adapters.lora
     decoder = BeamDecoder(shape, setup.numerics, rope_theta(cast(Any, module).config), room, lora)
-    held = decoder.tensors | decoder.adapters
     given = named_tensors(module) | ({} if adapters is None else named_tensors(adapters))
-    for name, tensor in held.items():
+    for name, tensor in decoder.named.items():
         tensor.copy_(given[name])
-    decoder.round_weights(held)
+    decoder.round_weights(decoder.named)
     return decoder

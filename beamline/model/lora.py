@@ -37,8 +37,8 @@ class Site:
     """Linear layers that read one input, and so share an A: in layer ``layer``, under ``place``.
 
     ``outputs`` has the rows of each of these ``projections``, in the order in which engines stack them; an adapter acts
-    on those in ``adapted``. ``sets`` is how many adapters there are (None = one, outside of experts), and ``experts``
-    how many experts they serve.
+    on those in ``adapted``. ``sets`` is how many adapters there are, and ``experts`` how many experts they serve; None
+    outside of experts.
     """
 
     layer: int
@@ -47,7 +47,7 @@ class Site:
     outputs: tuple[int, ...]
     adapted: tuple[str, ...]
     inputs: int
-    sets: int | None = None
+    sets: int = 1
     experts: int | None = None
 
     @property
@@ -60,18 +60,22 @@ class Site:
         """Rows of all projections stacked."""
         return sum(self.outputs)
 
-    def adapters(self) -> Iterator[tuple[int | None, str]]:
-        """Each adapter's index (None outside of experts), and the place that its tensors' names begin with.
+    def adapters(self) -> Iterator[tuple[int, str]]:
+        """Each adapter's index, and the place that its tensors' names begin with.
 
         One that all experts share stands under the name of the stack, ``mlp.experts``, without a number.
         """
-        if self.sets is None:
-            yield None, self.place
-        elif self.sets == 1:
+        if self.sets == 1:
             yield 0, self.place
         else:
             for expert in range(self.sets):
                 yield expert, f"{self.place}.{expert}"
+
+    def served(self) -> Iterator[tuple[str, int, str]]:
+        """Each place in the model that has these linears, and the index and the place of the adapter that serves it."""
+        for expert in range(self.experts or 1):
+            place = self.place if self.experts is None else f"{self.place}.{expert}"
+            yield place, *((0, self.place) if self.sets == 1 else (expert, place))
 
     def spans(self) -> Iterator[tuple[str, slice]]:
         """The adapted projections, and their rows among the stacked ones."""
@@ -129,19 +133,18 @@ def _layer(shape: BeamShape, lora: LoraShape, layer: int) -> Iterator[Site]:
     attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
     yield _site(lora, layer, attention, {"q_proj": q, "k_proj": kv, "v_proj": kv, "gate_proj": q}, D)
     yield _site(lora, layer, attention, {"o_proj": D}, q)
-    if shape.mlp_layer_types[layer] == "dense":
-        width, sets, experts = shape.intermediate_size, None, None
-    elif lora.experts == "none":
-        return
-    else:
+    width, sets, experts = shape.intermediate_size, 1, None
+    if shape.mlp_layer_types[layer] == "sparse":
+        if lora.experts == "none":
+            return
         width, experts, mlp = shape.moe_intermediate_size, shape.num_experts, f"{mlp}.experts"
-        sets = experts if lora.experts == "per_expert" else 1
+        sets = shape.num_experts if lora.experts == "per_expert" else 1
     yield _site(lora, layer, mlp, {"gate_proj": width, "up_proj": width}, D, sets, experts)
     yield _site(lora, layer, mlp, {"down_proj": D}, width, sets, experts)
 
 
 def _site(
-    lora: LoraShape, layer: int, place: str, outputs: dict[str, int], inputs: int, sets: int | None = None,
+    lora: LoraShape, layer: int, place: str, outputs: dict[str, int], inputs: int, sets: int = 1,
     experts: int | None = None,
 ) -> Site:  # fmt: skip
     kinds = {projection: kind_of(f"{place}.{projection}") for projection in outputs}

@@ -58,7 +58,7 @@ class Adapters(nn.Module):
         super().__init__()
         self.lora, self.sites = lora, sites(shape, lora)
         self.a = nn.ParameterList([_initial(site, lora.rank, init, seed) for site in self.sites])
-        self.b = nn.ParameterList([torch.zeros(site.sets or 1, site.rows, lora.rank) for site in self.sites])
+        self.b = nn.ParameterList([torch.zeros(site.sets, site.rows, lora.rank) for site in self.sites])
         self._index = {f"{site.place}.{p}": index for index, site in enumerate(self.sites) for p in site.projections}
         for site, b in zip(self.sites, self.b, strict=True):
             if site.adapted != site.projections:
@@ -76,7 +76,7 @@ class Adapters(nn.Module):
         kind, _, index = name.partition(".")
         site = self.sites[int(index)]
         for at, place in site.adapters():
-            matrix = tensor[at or 0]
+            matrix = tensor[at]
             if kind == "a":
                 yield f"{place}.{site.adapted[0]}.lora_A.weight", matrix
             else:
@@ -117,9 +117,7 @@ class Adapters(nn.Module):
     def _weights(self) -> Iterator[tuple[str, int, int, slice]]:
         """Each adapted weight: its name, the index of its site, its set of matrices there, and its rows of B."""
         for index, site in enumerate(self.sites):
-            for expert in range(site.experts or 1):
-                place = site.place if site.experts is None else f"{site.place}.{expert}"
-                at = 0 if site.sets in (None, 1) else expert
+            for place, at, _ in site.served():
                 yield from ((f"{place}.{projection}.weight", index, at, rows) for projection, rows in site.spans())
 
     def check_gradients(self) -> None:
@@ -147,7 +145,7 @@ def lora_shape(config: LoraConfig) -> LoraShape | None:
 
 def _initial(site: Site, rank: int, init: Init, seed: int) -> Tensor:
     generator = np.random.Generator(stream(seed, "lora", site.name))
-    size = site.sets or 1, rank, site.inputs
+    size = site.sets, rank, site.inputs
     if init == "gaussian":
         drawn = generator.standard_normal(size, np.float32) / rank
     else:  # PEFT's, kaiming_uniform with a = sqrt(5)

@@ -141,11 +141,7 @@ def describe(folder: Path) -> AdapterFolder:
 def _file_names(sites: Sequence[Site]) -> Iterator[tuple[str, str]]:
     """The name of each tensor in a file, and the name among the adapters' tensors of what it holds."""
     for site in sites:
-        places = dict(site.adapters())
-        for expert in range(site.experts or 1):
-            place = site.place if site.experts is None else f"{site.place}.{expert}"
-            # One adapter stands alone among the places, and serves all experts.
-            held = places.get(expert, next(iter(places.values())))
+        for place, _, held in site.served():
             for projection in site.adapted:
                 at = f"{_PREFIX}{place}.{projection}"
                 yield f"{at}.lora_A.weight", f"{held}.{site.adapted[0]}.lora_A.weight"

@@ -78,7 +78,7 @@ def load_module(config: RunConfig) -> nn.Module:
 
 
 def base_fingerprint(config: RunConfig) -> str:
-    """A hash of the model in the folder where a checkpoint does not hold what a run needs of them.
+    """A hash of the model in the folder where a checkpoint does not hold what a run needs of it.
 
     They are frozen under adapters, or the reference of a KL penalty; else it is empty.
     """
@@ -88,10 +88,10 @@ def base_fingerprint(config: RunConfig) -> str:
 
 
 def check_base(config: RunConfig, trained_on: str, adapter: Path) -> None:
-    """Hold the weights in a model's folder against the fingerprint of those beside which adapters were trained.
+    """Hold the model in a run's folder against the fingerprint of the one beside which adapters were trained.
 
     Raises:
-        ModelError: they are others.
+        ModelError: it is another one.
     """
     if base_fingerprint(config) != trained_on:
         raise ModelError(

@@ -89,8 +89,9 @@ def find_subject(name: str, settings: Sequence[str], recipe: Path | None = None)
     run = path if (path / "metrics.jsonl").is_file() else None
     if checkpoint is None and run is not None:
         raise ModelError(f"{name} is a run that has no checkpoint yet: there are no weights to look at")
-    base, fixed = _described(name, checkpoint)
+    base, asked, lora = _described(name, checkpoint)
     # As overrides, so that a recipe's own model does not take the place of the one that was asked for.
+    fixed = asked | {f"policy.lora.{key}": value for key, value in lora.model_dump(mode="json").items()}
     config = load_config(recipe, [*(f"{k}={json.dumps(escaped(v))}" for k, v in fixed.items()), *settings], base)
     if peft.is_adapter(path) and not model_folder(config).is_dir():
         raise ModelError(
@@ -101,40 +102,32 @@ def find_subject(name: str, settings: Sequence[str], recipe: Path | None = None)
     make_deterministic(config.runtime.threads)
     if checkpoint is None:
         return Subject(name, config, None, None, 0, 0)
-    _check_adapters(config, checkpoint)
+    if lora_shape(config.policy.lora) != lora_shape(lora):  # nothing may be taken from what was trained, or added
+        raise ModelError(f"{checkpoint} has the adapters of policy.lora={lora}, which no other settings can change")
     opened = open_checkpoint(checkpoint)
     return Subject(name, config, checkpoint, run, opened.step, run_state(opened).problems_drawn)
 
 
-def _described(name: str, checkpoint: Path | None) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """The settings that lie lowest, and those that say which model and which adapters were asked for."""
-    base: Mapping[str, Any] = SETTINGS.get(name, {})
-    asked: dict[str, Any] = {"model.path": name, "policy.dtype": "float32"}
-    lora = LoraConfig().model_dump(mode="json")
+def _described(name: str, checkpoint: Path | None) -> tuple[Mapping[str, Any], dict[str, Any], LoraConfig]:
+    """The settings that lie lowest, those that say which model was asked for, and its adapters."""
     if checkpoint is not None:
         base = saved_config(checkpoint)
         saved = load_config(None, base=base)
-        asked = {"model.path": saved.model.path, "policy.dtype": saved.policy.dtype}
-        lora = saved.policy.lora.model_dump(mode="json")
-    elif peft.is_adapter(Path(name)):
-        found = peft.describe(Path(name))
-        base, asked["model.path"] = SETTINGS.get(found.base, {}), found.base
-        if found.base_dtype == "bfloat16":
-            asked |= {"policy.dtype": "bfloat16", "policy.parity": False}
-        lora |= {"rank": found.lora.rank, "alpha": found.lora.alpha, "targets": list(found.lora.targets or ())}
-        lora |= {"experts": found.lora.experts, "adapter_path": name}
-    return base, asked | {f"policy.lora.{key}": value for key, value in lora.items()}
-
-
-def _check_adapters(config: RunConfig, checkpoint: Path) -> None:
-    """Adapters are those that were trained: nothing may be taken from them or added to them here.
-
-    Raises:
-        ModelError: a setting says that they are others.
-    """
-    saved, asked = load_config(None, base=saved_config(checkpoint)).policy.lora, config.policy.lora
-    if lora_shape(saved) != lora_shape(asked):
-        raise ModelError(f"{checkpoint} has the adapters of policy.lora={saved}, which no other settings can change")
+        return base, {"model.path": saved.model.path, "policy.dtype": saved.policy.dtype}, saved.policy.lora
+    if not peft.is_adapter(Path(name)):
+        return SETTINGS.get(name, {}), {"model.path": name, "policy.dtype": "float32"}, LoraConfig()
+    found = peft.describe(Path(name))
+    asked: dict[str, Any] = {"model.path": found.base, "policy.dtype": "float32"}
+    if found.base_dtype == "bfloat16":
+        asked |= {"policy.dtype": "bfloat16", "policy.parity": False}
+    lora = LoraConfig.model_construct(  # held against its bounds with all other settings
+        rank=found.lora.rank,
+        alpha=found.lora.alpha,
+        targets=list(found.lora.targets or ()),
+        experts=found.lora.experts,
+        adapter_path=Path(name),
+    )
+    return SETTINGS.get(found.base, {}), asked, lora
 
 
 def _before(checkpoint: Path, step: int) -> tuple[int, Path] | None:

@@ -35,7 +35,7 @@ def chained(adapters: Adapters, of_weights: Mapping[str, NDArray[np.float64]]) -
         da, db = torch.zeros_like(a), torch.zeros_like(b)
         for expert in range(site.experts or 1):
             place = site.place if site.experts is None else f"{site.place}.{expert}"
-            at = expert % (site.sets or 1)
+            at = expert % site.sets
             for projection, rows in site.spans():
                 dw = torch.from_numpy(of_weights[f"{place}.{projection}.weight"])
                 da[at] += scale * b[at, rows].T @ dw

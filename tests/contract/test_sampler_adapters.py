@@ -47,8 +47,8 @@ def merged(base: nn.Module, adapters: Adapters) -> nn.Module:
     module.load_state_dict(base.state_dict())
     weights, parts, shape = named_tensors(module), named_tensors(adapters), beam_shape()
     for site in sites(shape, adapters.lora):
-        for index, place in site.adapters():
-            shared = index is not None and place == site.place
+        for _, place in site.adapters():
+            shared = site.experts is not None and place == site.place
             places = [f"{place}.{expert}" for expert in range(shape.num_experts)] if shared else [place]
             a = parts[f"{place}.{site.adapted[0]}.lora_A.weight"].double()
             for projection in site.adapted:

@@ -93,6 +93,7 @@ class TorchLearner:
         self._module, self._policy, self._config, self._channel = module, policy, config, channel
         self._adapters, self._evaluation = adapters, Evaluation(module, policy, adapters)
         self._trained: nn.Module = module if adapters is None else adapters
+        self._named = named_tensors(module) | ({} if adapters is None else named_tensors(adapters))
         if adapters is not None:
             module.requires_grad_(False)
             reference = module
@@ -250,8 +251,7 @@ class TorchLearner:
 
     def send(self, plan: TransferPlan) -> None:
         """Offer weights to the sampler of this process: the model's, or the adapter's."""
-        adapters = {} if self._adapters is None else named_tensors(self._adapters)
-        self._channel.send(plan, named_tensors(self._module) | adapters)
+        self._channel.send(plan, self._named)
 
     def save(self, writer: ShardWriter) -> None:
         """Write what is trained (the weights, or the adapter alone), moments and the number of updates.

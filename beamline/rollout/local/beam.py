@@ -288,7 +288,7 @@ def _adapter_sizes(shape: BeamShape, lora: LoraShape | None) -> dict[str, tuple[
     for name in ("qkvg", "o", "dense_gate_up", "dense_down", "gate_up", "down"):
         layers, *experts, inputs, outputs = _sizes(shape)[name]
         rank = lora.rank if lora is not None and name in sets else 0
-        stack = (layers, *([sets.get(name) or 1] if experts else []))
+        stack = (layers, *([sets.get(name, 1)] if experts else []))
         sizes |= {f"{name}_a": (*stack, inputs, rank), f"{name}_b": (*stack, rank, outputs)}
     return sizes
 
@@ -307,7 +307,7 @@ def _named_adapters(shape: BeamShape, lora: LoraShape, held: Mapping[str, Tensor
         name, index = _stack(shape, site)
         a, b = held[f"{name}_a"][index], held[f"{name}_b"][index]
         for expert, place in site.adapters():
-            of_a, of_b = (a, b) if expert is None else (a[expert], b[expert])
+            of_a, of_b = (a, b) if site.experts is None else (a[expert], b[expert])
             yield f"{place}.{site.adapted[0]}.lora_A.weight", of_a.T
             for projection, rows in site.spans():
                 yield f"{place}.{projection}.lora_B.weight", of_b.T[rows]
