@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from beamline.algorithms.evaluation import SetResult, set_result
@@ -100,8 +101,8 @@ def evaluate_model(
             f"{subject.checkpoint or config.policy.lora.adapter_path or model_folder(config)}, step {step}: "
             f"{samples} samples a problem of up to {params.max_tokens} tokens at temperature {params.temperature}"
         )
-        sampler = sampler_of(config, module, step, adapters)
-        measured = evaluate(config, sets, sampler, chat, pool, step, console)
+        with closing(sampler_of(config, module, step, adapters)) as sampler:
+            measured = evaluate(config, sets, sampler, chat, pool, step, console)
         if out is not None:
             write_evaluation(out, measured, chat, step)
             write_data_report(out, sets.values())

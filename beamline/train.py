@@ -19,6 +19,7 @@ from beamline.rollout.strategies import Drawn, draw, training_params
 from beamline.runtime.determinism import make_deterministic
 from beamline.runtime.divergence import explained_divergence
 from beamline.runtime.interrupt import Interrupt
+from beamline.runtime.probe import probe
 from beamline.runtime.session import Run, open_run
 
 
@@ -33,11 +34,10 @@ def train(config: RunConfig) -> dict[str, float]:
     """
     make_deterministic(config.runtime.threads)
     with open_run(config) as run, Interrupt() as interrupt, explained_divergence(run):
+        run.engines.sync(version=run.step)
+        check_agreement(run)
         if run.fresh:
-            run.engines.sync(version=0)
             run.record(0, measure(run, 0) if config.evaluation.before_training else {})
-        else:
-            run.engines.sync(version=run.step)
         while run.step < config.steps and interrupt.received is None:
             one_step(run, run.step + 1)
             if interrupt.received is None and run.due(config.checkpoint.every):
@@ -49,6 +49,14 @@ def train(config: RunConfig) -> dict[str, float]:
         run.report()
         interrupt.raise_if_received()
     return run.line
+
+
+def check_agreement(run: Run) -> None:
+    """Make sure that the sampler computes with the learner's weights, before time is spent on it."""
+    engines = run.engines
+    deadline = run.config.rollout.deadline_seconds
+    difference = probe(engines.sampler, engines.learner, engines.shape, engines.positions, deadline)
+    run.console.print(f"sampler and learner agree on a probe: mean |delta log p| = {difference:.1e}")
 
 
 def one_step(run: Run, step: int) -> None:
@@ -63,7 +71,7 @@ def one_step(run: Run, step: int) -> None:
     run.problems_drawn += drawn.problems
     run.updates += sum(not update.skipped for update in stats)
     run.skipped_updates += config.updates_per_step - sum(not update.skipped for update in stats)
-    sampled = sampling_statistics(drawn.sampled) | drawn.metrics
+    sampled = sampling_statistics(drawn.sampled) | drawn.metrics | run.engines.sampler.statistics()
     run.record(step, sampled | update_statistics(stats, config.rollout.max_response_tokens) | evaluated)
 
 

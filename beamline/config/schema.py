@@ -9,6 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from beamline.config.advantages import MaxrlAdvantage, PassAtKAdvantage
 from beamline.config.algorithm import AlgorithmConfig, OverSampling
+from beamline.config.policy import LoraConfig, PolicyConfig
+from beamline.config.rollout import RolloutConfig
 from beamline.config.section import NonNegative, Positive, Section
 
 Threads = Annotated[int, Field(ge=1, le=1024)]
@@ -52,51 +54,6 @@ class ChatConfig(Section):
         if reserved:
             raise ValueError(f"{', '.join(reserved)} cannot be set: a run gives every prompt its own")
         return arguments
-
-
-Target = Annotated[str, Field(pattern=r"^[a-z_]+(\.[a-z_]+)*$")]
-
-RANK_STEP = 8
-"""Ranks are multiples of it: rows of grouped matrix products are aligned."""
-
-
-class LoraConfig(Section):
-    """Low-rank adapters on linear layers: each adds `alpha / rank * B A x`, and the model itself stays as it is."""
-
-    rank: Annotated[int, Field(ge=0, le=1024, multiple_of=RANK_STEP)] = 0
-    """Rows of A and columns of B; 0 = no adapters, and every weight is trained."""
-    alpha: Annotated[float, Field(ge=1e-3, le=1e6)] | None = None
-    """What an adapter adds is multiplied by `alpha / rank`; unset = `rank`."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of each adapter's inputs that an update leaves out, at random. Nothing is left out in sampling."""
-    targets: Literal["all-linear"] | Annotated[list[Target], Field(min_length=1)] = "all-linear"
-    """Which linear layers: all of attention, dense MLPs and experts, or those with these names or ends of names, such
-    as `q_proj`, `self_attn.gate_proj` or `experts.down_proj`. Router, norms, embeddings and head are never adapted."""
-    experts: Literal["per_expert", "shared_per_layer", "none"] = "per_expert"
-    """An adapter for each expert, one for all experts of a layer, or none on experts."""
-    init: Literal["kaiming", "gaussian"] = "kaiming"
-    """How A begins: uniform within 1 / sqrt(inputs), or normal with a deviation of 1 / rank. B begins as 0."""
-    adapter_path: Path | None = None
-    """A folder with an adapter in PEFT's format to begin from, instead of a new one."""
-
-
-class PolicyConfig(Section):
-    """How the trained model is held in memory, and evaluated."""
-
-    lora: LoraConfig = LoraConfig()
-    r3: bool = False
-    """Rollout routing replay: the learner sends each token to the experts that the sampler sent it to, and computes
-    their weights itself."""
-    parity: bool = True
-    """Evaluate the model with the kernels of the local sampler: log-probabilities of the same weights then have the
-    same bits in both engines, and the learner is faster. False = the operations of the Hugging Face module."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the model's weights. `bfloat16` is for a model that is frozen under adapters, without `parity`; adapters
-    are float32 in either case."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
-    head_chunk_rows: Positive = 2048
-    """Rows of the vocabulary projection computed at a time; `[rows, vocabulary]` is the largest tensor of the head."""
 
 
 class ArithmeticSource(Section):
@@ -212,42 +169,6 @@ class RewardConfig(Section):
     overlong: OverlongConfig = OverlongConfig()
 
 
-class RolloutConfig(Section):
-    """How the policy samples in training."""
-
-    engine: Literal["local"] = "local"
-    """`local`: the embedded sampler, in this process, on compiled kernels. What it draws for a request has the same
-    bits whatever else is in the batch."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the sampler computes as. `bfloat16` rounds weights and activations as a model of that type does (emulated in
-    float32), while the learner does not: a mismatch to study."""
-    kv_dtype: Literal["same", "float8_e4m3"] = "same"
-    """How keys and values are cached: as `dtype`, or rounded to 8 bits (scale 1, larger values become 448)."""
-    head_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the logits before soft cap and softmax. `bfloat16` rounds them, as engines do unless told not to."""
-    max_prompt_tokens: Positive = 64
-    """Longer prompts are left out before training, and counted."""
-    max_response_tokens: Positive = 96
-    """Longer responses are cut; their finish is `length`."""
-    temperature: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
-    """Divides the logits, in the sampler and in the learner alike."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling; 1 in training, unless the support is recorded."""
-    top_k: Annotated[int, Field(ge=0, le=2**31)] = 0
-    """Keep the k most likely tokens, 0 = all; 0 in training, unless the support is recorded."""
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Drop tokens less likely than this share of the most likely one; 0 in training, unless the support is recorded."""
-    min_tokens: NonNegative = 0
-    """No stop token before so many others; 0 in training, unless the support is recorded."""
-    record_support: bool = False
-    """Keep the tokens that were allowed at each draw, and have the learner renormalize over them; then the four
-    settings above are free."""
-    slots: Positive = 512
-    """Sequences that decode together; each holds a slot of the cache."""
-    deadline_seconds: Annotated[float, Field(gt=0)] = 1800.0
-    """Longest wait for the next finished response before the run fails."""
-
-
 class OptimizerConfig(Section):
     """AdamW with linear warm-up, then a constant rate."""
 
@@ -339,6 +260,15 @@ class RuntimeConfig(Section):
     checked on resume."""
 
 
+LOCAL_ALONE = {
+    "slots": "use rollout.vllm.max_sequences",
+    "dtype": "use rollout.vllm.dtype",
+    "kv_dtype": "use rollout.vllm.engine_args.kv_cache_dtype",
+    "head_dtype": "know that vllm's logits are always float32",
+}
+"""Settings of sampling that vLLM does not heed, and what to do instead."""
+
+
 def _of_experts(targets: list[str]) -> list[str]:
     return [target for target in targets if "expert" in target]
 
@@ -379,7 +309,12 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _pairs_agree(self) -> "RunConfig":
-        if contradictions := [*self._about_policy(), *self._about_sampling(), *self._about_rewards()]:
+        if contradictions := [
+            *self._about_policy(),
+            *self._about_sampling(),
+            *self._about_engine(),
+            *self._about_rewards(),
+        ]:
             raise ValueError("; ".join(contradictions))
         return self
 
@@ -426,6 +361,69 @@ class RunConfig(Section):
             yield (
                 "rollout.record_support=true has no use where every token is allowed: none of rollout.top_p, top_k, "
                 "min_p and min_tokens is set"
+            )
+
+    def _about_engine(self) -> Iterator[str]:
+        """What vLLM cannot do, or would not heed. Its settings are not looked at while the local engine is chosen."""
+        if self.rollout.engine == "vllm":
+            yield from self._about_devices()
+            yield from self._about_vllm_sampling()
+            for key, instead in LOCAL_ALONE.items():
+                if (value := getattr(self.rollout, key)) != RolloutConfig.model_fields[key].default:
+                    yield f"rollout.{key}={value} is a setting of rollout.engine=local: leave it out, and {instead}"
+            if self.policy.lora.rank > 0:
+                yield (
+                    f"policy.lora.rank={self.policy.lora.rank} needs rollout.engine=local: vllm serves no adapters of "
+                    "Beam yet"
+                )
+
+    def _about_devices(self) -> Iterator[str]:
+        """Parts of vLLM's engines that do not fit together."""
+        vllm = self.rollout.vllm
+        needed = vllm.replicas * vllm.devices_per_replica
+        if vllm.devices is not None and len(vllm.devices) != needed:
+            yield (
+                f"rollout.vllm.devices names {len(vllm.devices)} GPUs, and {needed} are needed: rollout.vllm.replicas="
+                f"{vllm.replicas}, each with tensor_parallel={vllm.tensor_parallel} times pipeline_parallel="
+                f"{vllm.pipeline_parallel}"
+            )
+        if vllm.devices is not None and len(set(vllm.devices)) < len(vllm.devices):
+            yield f"rollout.vllm.devices={vllm.devices} names a GPU twice"
+        if vllm.expert_parallel and vllm.tensor_parallel == 1:
+            yield (
+                "rollout.vllm.expert_parallel=true has no use with rollout.vllm.tensor_parallel=1: a single GPU has "
+                "all experts"
+            )
+        if vllm.quantization != "none" and vllm.tensor_parallel > 1:
+            yield (
+                f"rollout.vllm.quantization={vllm.quantization} needs rollout.vllm.tensor_parallel=1: ranks share the "
+                "scale of a layer, and weights that arrive in buckets are complete on one before they are on another"
+            )
+        if vllm.quantization != "none" and vllm.dtype == "float32":
+            yield (
+                f"rollout.vllm.quantization={vllm.quantization} needs rollout.vllm.dtype=bfloat16: products of 8 bits "
+                "have no float32 results"
+            )
+
+    def _about_vllm_sampling(self) -> Iterator[str]:
+        """Distributions that vLLM would sample from differently, or could not tell of."""
+        rollout = self.rollout
+        for key, section in (("rollout", rollout), ("evaluation", self.evaluation)):
+            if not (section.temperature == 0 or 0.01 <= section.temperature <= 2):
+                greedy = " or 0" if key == "evaluation" else ""
+                yield (
+                    f"{key}.temperature={section.temperature} is not one of vllm's, which raises lower ones to 0.01 "
+                    f"unasked and refuses others above 2: use 0.01 to 2{greedy}, or rollout.engine=local"
+                )
+        if self.policy.r3 and rollout.vllm.pipeline_parallel > 1:
+            yield (
+                "policy.r3=true needs rollout.vllm.pipeline_parallel=1: vllm returns no routes under pipeline "
+                "parallelism; use rollout.vllm.tensor_parallel"
+            )
+        if rollout.record_support and rollout.top_k == 0:
+            yield (
+                "rollout.record_support=true needs a rollout.top_k with vllm, such as 1000: without one it returns up "
+                "to the whole vocabulary for every token"
             )
 
     def _about_rewards(self) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """The batch that stays: what the next step would sample, or its beginning."""
 
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,7 +61,7 @@ def freeze(subject: Subject, weights: Weights, sequences: int, console: RunConso
     problems = training_set(config, chat).take(config.seed, subject.problems_drawn, -(-sequences // samples))
     job = Job("train", subject.step + 1, problems, samples, training_params(config.rollout, chat.stop_ids))
     sampler = sampler_of(config, weights.module, subject.step, weights.adapters)
-    with console.phase("sampling", job.size) as bar:
+    with closing(sampler), console.phase("sampling", job.size) as bar:
         deadline = config.rollout.deadline_seconds
         groups = sample(sampler, job, chat, deadline, lambda done: bar.advance(len(done.token_ids)))
     return FrozenBatch(tuple(rollout for group in groups for rollout in group.rollouts)[:sequences])

@@ -7,6 +7,7 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 from beamline.checkpoint.files import make_empty_folder
+from beamline.config import ConfigError, Problem
 from beamline.mismatch.causes import causes, size
 from beamline.mismatch.evaluator import Evaluator
 from beamline.mismatch.frozen import freeze
@@ -24,8 +25,12 @@ def measure(subject: Subject, settings: Sequence[str], sequences: int, console: 
     """Draw a batch with a subject's sampler and explain what its learner makes of it.
 
     Raises:
+        ConfigError: the subject samples by vLLM, which cannot be taken apart cause by cause.
         ModelError, DataError, CheckpointError, SamplingStalledError: it cannot be measured.
     """
+    if subject.config.rollout.engine != "local":
+        reason = "the mismatch of the local sampler is what can be explained; --set rollout=local puts it in its place"
+        raise ConfigError([Problem(reason, "rollout.engine", subject.config.rollout.engine)])
     weights = subject.weights()
     batch = freeze(subject, weights, sequences, console)
     other = subject.other_weights(weights)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from beamline.config.schema import LoraConfig
+from beamline.config.policy import LoraConfig
 from beamline.model.beam import BeamShape, ModelError
 from beamline.model.lora import LoraShape, Site, sites
 from beamline.policy.dropout import Dropout

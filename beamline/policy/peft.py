@@ -18,7 +18,7 @@ from torch import Tensor
 
 from beamline.checkpoint import write_atomic
 from beamline.checkpoint.files import Bytes, make_folder, write_json
-from beamline.config.schema import RANK_STEP
+from beamline.config.policy import RANK_STEP
 from beamline.model.beam import ModelError
 from beamline.model.layout import DType
 from beamline.model.lora import ExpertAdapters, LoraShape, Site, kind_of

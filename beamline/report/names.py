@@ -24,6 +24,8 @@ METRICS = (
     "train/sampling_rounds",
     "train/groups_left_out",
     "train/groups_missing",
+    "rollout/engine_restarts",
+    "rollout/requests_reissued",
     "mismatch/logprob_abs_diff_mean",
     "mismatch/logprob_abs_diff_std",
     "mismatch/logprob_abs_diff_p50",

@@ -53,3 +53,9 @@ class Sampler(Protocol):
 
     def wake(self, what: Collection[Literal["weights", "cache"]]) -> None:
         """Take memory again, in parts, so that weights can arrive before the cache is allocated."""
+
+    def statistics(self) -> dict[str, float]:
+        """What befell the engine since its start, by the names of metrics; an engine that cannot fail has none."""
+
+    def close(self) -> None:
+        """End whatever works for the sampler; it is not used any more."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from beamline.config.algorithm import DynamicSampling, OverSampling, PlainSampling, ReplaceSampling, Sampling
-from beamline.config.schema import RolloutConfig
+from beamline.config.rollout import RolloutConfig
 from beamline.records import Group, Problem, SamplingParams
 from beamline.records.random import stream
 from beamline.rollout.collect import Cutoff, Job, Sampled

@@ -19,6 +19,8 @@ from beamline.policy.positions import rope_theta
 from beamline.policy.weights import module_layout, named_tensors
 from beamline.rollout.local import LocalSampler, Numerics
 from beamline.rollout.sampler import Sampler
+from beamline.rollout.vllm.layout import check_mesh
+from beamline.runtime.vllm import mesh, require_vllm, vllm_sampler
 from beamline.starter import STARTERS
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import TransferPlan, plan
@@ -34,11 +36,16 @@ class Engines:
     sampler: Sampler
     plan: TransferPlan
     shape: BeamShape
+    positions: int
 
     def sync(self, version: int) -> None:
         """Give the sampler the learner's weights."""
         self.learner.send(self.plan)
         self.sampler.receive(self.plan, version, unfinished="abort")
+
+    def close(self) -> None:
+        """End what works for the engines."""
+        self.sampler.close()
 
 
 def model_folder(config: RunConfig) -> Path:
@@ -69,6 +76,8 @@ def check_model(config: RunConfig) -> BeamShape:
     lora = lora_shape(config.policy.lora)
     if lora is not None:
         sites(shape, lora)
+    if config.rollout.engine == "vllm":
+        check_mesh(shape, mesh(config.rollout))
     return shape
 
 
@@ -144,31 +153,51 @@ def build(config: RunConfig, begins: bool = True) -> Engines:
     A run that does not begin has its learner load a checkpoint next.
 
     Raises:
+        ConfigError: an engine that the run asks for is not installed.
+        EngineFailedError: an engine did not start.
         ModelError: the model folder cannot be used.
     """
+    _require_engine(config)
     module, adapters, channel = load_module(config), load_adapters(config, begins), LocalChannel()
     needs_copy = config.algorithm.kl.place != "none" and adapters is None
     reference = load_module(config) if needs_copy else None
     learner = TorchLearner(module, config.policy, config.learner, channel, adapters, reference)
-    sampler = local_sampler(config, module, channel)
+    sampler = _sampler(config, module, channel, config.output / "engines")
     if adapters is not None:
         base = plan(learner.layout("full"), sampler.layout("full"))
         learner.send(base)
         sampler.receive(base, 0, unfinished="abort")
     moves = plan(learner.layout(learner.kind), sampler.layout(learner.kind))
-    return Engines(learner, sampler, moves, check_model(config))
+    return Engines(learner, sampler, moves, check_model(config), positions(config))
 
 
 def sampler_of(config: RunConfig, module: nn.Module, version: int, adapters: Adapters | None = None) -> Sampler:
-    """A sampler alone, with a module's weights and adapters: for evaluation without training."""
+    """A sampler alone, with a module's weights and adapters: for evaluation without training.
+
+    Raises:
+        ConfigError, EngineFailedError: as :func:`build`.
+    """
     channel = LocalChannel()
-    sampler = local_sampler(config, module, channel)
+    sampler = _sampler(config, module, channel, None)
     kinds: list[tuple[WeightKind, nn.Module]] = [("full", module)]
     for kind, weights in kinds if adapters is None else [*kinds, ("adapter", adapters)]:
         moves = plan(module_layout(weights), sampler.layout(kind))
         channel.send(moves, named_tensors(weights))
         sampler.receive(moves, version, unfinished="abort")
     return sampler
+
+
+def _require_engine(config: RunConfig) -> None:
+    if config.rollout.engine == "vllm":
+        require_vllm()
+
+
+def _sampler(config: RunConfig, module: nn.Module, channel: LocalChannel, logs: Path | None) -> Sampler:
+    """The sampler that a run asks for, without weights."""
+    if config.rollout.engine == "local":
+        return local_sampler(config, module, channel)
+    shape, folder = check_model(config), model_folder(config)
+    return vllm_sampler(config.rollout, shape, folder, positions(config), config.seed, channel, logs)
 
 
 def local_sampler(config: RunConfig, module: nn.Module, channel: LocalChannel) -> LocalSampler:

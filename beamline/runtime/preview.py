@@ -6,6 +6,7 @@ from math import prod
 from beamline.checkpoint import CheckpointStore
 from beamline.config import differences
 from beamline.config.algorithm import AlgorithmConfig, DynamicSampling, OverSampling
+from beamline.config.rollout import RolloutConfig
 from beamline.config.schema import RunConfig
 from beamline.data import ProblemSet
 from beamline.model.beam import BeamShape, tensors
@@ -41,13 +42,21 @@ def preview(config: RunConfig) -> str:
         f"{len(shape.moe_layers)} of them with {shape.num_experts} experts, top {shape.num_experts_per_tok}",
         f"steps       {config.steps}, each {algorithm.prompts_per_step} problems x {algorithm.samples_per_prompt} "
         f"samples = {samples} responses and {per_step} update{'s' if per_step > 1 else ''}",
-        f"sequences   up to {positions(config)} tokens, {config.rollout.slots} at a time",
+        f"sequences   up to {positions(config)} tokens, {_at_a_time(config.rollout)}",
         _trained_line(config, shape),
         _algorithm_line(config),
         *_settings_line(config),
         *_data_lines(data, config),
     ]
     return "\n".join(lines)
+
+
+def _at_a_time(rollout: RolloutConfig) -> str:
+    if rollout.engine == "local":
+        return f"{rollout.slots} at a time"
+    vllm = rollout.vllm
+    gpus = f"{vllm.replicas} vLLM engine{'s' * (vllm.replicas > 1)} of {vllm.devices_per_replica} GPU"
+    return f"{vllm.replicas * vllm.max_sequences} at a time, on {gpus}{'s' * (vllm.devices_per_replica > 1)}"
 
 
 def _trained_line(config: RunConfig, shape: BeamShape) -> str:

@@ -38,6 +38,11 @@ _FREE = (
     "data.allow_overlap",
     "reward.grading.workers",
     "rollout.deadline_seconds",
+    "rollout.vllm.bucket_mb",
+    "rollout.vllm.devices",
+    "rollout.vllm.max_restarts",
+    "rollout.vllm.start_seconds",
+    "rollout.vllm.token_seconds",
     "algorithm.guard",
     "runtime",
 )

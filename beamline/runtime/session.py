@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,9 +133,25 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     data = load_data(config, chat)
     base = base_fingerprint(config)
     opened = None if checkpoint is None else open_from(config, data, base, checkpoint)
-    engines = build(config, begins=opened is None)
-    if opened is not None:
-        engines.learner.load(opened.reader)
+    with closing(build(config, begins=opened is None)) as engines:
+        if opened is not None:
+            engines.learner.load(opened.reader)
+        with _opened(config, store, checkpoint, opened, engines, chat, data, base) as run:
+            yield run
+
+
+@contextmanager
+def _opened(
+    config: RunConfig,
+    store: CheckpointStore,
+    checkpoint: Path | None,
+    opened: Checkpoint | None,
+    engines: Engines,
+    chat: BeamChat,
+    data: Data,
+    base: str,
+) -> Iterator[Run]:
+    """The run of what was built, alone in its folder."""
     with alone_in(config.output), alone_in(config.checkpoint.dir) if config.checkpoint.dir else nullcontext():
         if resume_from(config, store) != checkpoint:
             raise ResumeError(f"another process has worked in {config.output} in the meantime; start again")

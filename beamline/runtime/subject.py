@@ -13,7 +13,8 @@ from beamline.checkpoint import open_checkpoint
 from beamline.checkpoint.manifest import has_manifest
 from beamline.config import load_config
 from beamline.config.compose import escaped
-from beamline.config.schema import LoraConfig, RunConfig
+from beamline.config.policy import LoraConfig
+from beamline.config.schema import RunConfig
 from beamline.model.beam import ModelError
 from beamline.policy import model, peft
 from beamline.policy.lora import Adapters, lora_shape

@@ -18,8 +18,8 @@ class LocalChannel:
         """Offer the tensors that the plan takes slices of; nothing is copied until they are received."""
         self._sent = (plan, tensors)
 
-    def receive(self, plan: TransferPlan, tensors: Mapping[str, Tensor]) -> None:
-        """Copy every planned slice into ``tensors``, cast to their type.
+    def take(self, plan: TransferPlan) -> Mapping[str, Tensor]:
+        """The tensors that were offered under this plan, once.
 
         Raises:
             TransferError: nothing was sent, or under another plan.
@@ -30,6 +30,15 @@ class LocalChannel:
             )
         source = self._sent[1]
         self._sent = None
+        return source
+
+    def receive(self, plan: TransferPlan, tensors: Mapping[str, Tensor]) -> None:
+        """Copy every planned slice into ``tensors``, cast to their type.
+
+        Raises:
+            TransferError: nothing was sent, or under another plan.
+        """
+        source = self.take(plan)
         for move in plan.moves:
             part = move.part
             box = part.within(TensorSlice.whole(part.name, part.dtype, part.shape))

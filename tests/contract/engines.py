@@ -7,7 +7,8 @@ from typing import Any, Literal, Protocol, cast
 
 from torch import nn
 
-from beamline.config.schema import LearnerConfig, LoraConfig, OptimizerConfig, PolicyConfig
+from beamline.config.policy import LoraConfig, PolicyConfig
+from beamline.config.schema import LearnerConfig, OptimizerConfig
 from beamline.learner.learner import Learner
 from beamline.learner.torch import TorchLearner
 from beamline.model.beam import BeamShape

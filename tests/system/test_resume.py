@@ -15,7 +15,8 @@ import pytest
 from beamline.algorithms.loss import LossConfig
 from beamline.checkpoint import CheckpointStore, files, verify
 from beamline.config.algorithm import AlgorithmConfig
-from beamline.config.schema import LearnerConfig, PolicyConfig
+from beamline.config.policy import PolicyConfig
+from beamline.config.schema import LearnerConfig
 from beamline.learner.torch import TorchLearner
 from beamline.report import metrics, read_metrics, read_rollouts, reproducible
 from beamline.report.rollouts import find_rollouts

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from beamline.config.schema import PolicyConfig
+from beamline.config.policy import PolicyConfig
 from beamline.learner.planning import micro_batches
 from beamline.policy import attention, head, model, parity
 from beamline.policy.dropout import Dropout

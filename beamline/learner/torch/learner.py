@@ -16,7 +16,8 @@ from beamline.algorithms.loss import LossConfig
 from beamline.algorithms.losses import Tokens, token_losses
 from beamline.checkpoint.shards import ShardReader, ShardWriter
 from beamline.config.kl import KlLoss
-from beamline.config.schema import LearnerConfig, PolicyConfig
+from beamline.config.policy import PolicyConfig
+from beamline.config.schema import LearnerConfig
 from beamline.learner.learner import Outputs, StepStats, Weights
 from beamline.learner.planning import Plan, Planned, evaluated, micro_batches, needs_old, plan
 from beamline.learner.torch.evaluation import Chosen, Evaluation, every_row

@@ -18,6 +18,7 @@ from beamline.rollout.local.beam import BeamDecoder, Numerics, decoder_layout
 from beamline.rollout.local.cache import SlotCache
 from beamline.rollout.local.slots import Slots
 from beamline.rollout.local.worker import Drawn, NotFiniteError, Worker, joined
+from beamline.rollout.requests import check_requests
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import TransferPlan
 
@@ -74,13 +75,8 @@ class LocalSampler:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; see :class:`~beamline.rollout.sampler.Sampler`."""
         self._require_awake()
-        new = set[Key]()
-        for request in requests:
-            self._check(request)
-            if request.key in self._in_flight or request.key in new:
-                raise ValueError(f"submit: {request.key} is in flight already")
-            new.add(request.key)
-        self._in_flight |= new
+        check_requests(requests, self._in_flight, self._positions, self._shape.vocab_size)
+        self._in_flight |= {request.key for request in requests}
         self._waiting.extend(requests)
 
     def poll(self, timeout: float) -> list[Completion]:
@@ -158,6 +154,14 @@ class LocalSampler:
             self._slots = Slots(self._capacity, self._positions, layers, chosen, self._decoder.route_dtype)
             self._workers = [Worker(self._decoder, self._positions) for _ in range(self._threads)]
 
+    def statistics(self) -> dict[str, float]:
+        """None: nothing can befall it that this process would survive."""
+        return {}
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
     def _require_awake(self) -> tuple[BeamDecoder, SlotCache, int]:
         if self._decoder is None or self._cache is None:
             raise RuntimeError("the sampler sleeps; wake(['weights', 'cache']) first")
@@ -166,25 +170,6 @@ class LocalSampler:
             lacking = [kind for kind, tensors in kinds.items() if self._missing & tensors.keys()]
             raise RuntimeError(f"the sampler has no {' and no '.join(lacking)} yet; send and receive them first")
         return self._decoder, self._cache, self._version
-
-    def _check(self, request: Request) -> None:
-        ids, total = request.prefix_ids, len(request.prefix_ids) + request.params.max_tokens
-        if not len(ids):
-            raise ValueError(f"submit: {request.key} has an empty prefix")
-        if total > self._positions:
-            raise ValueError(
-                f"submit: {request.key} may grow to {total} tokens ({len(ids)} given + {request.params.max_tokens} "
-                f"new), but the sampler has room for {self._positions}"
-            )
-        stops = len(set(request.params.stop_ids))
-        if request.params.min_tokens and stops >= self._shape.vocab_size:
-            raise ValueError(f"submit: {request.key} has min_tokens, and all {stops} tokens are stop tokens")
-        named = np.concatenate([ids, np.array(request.params.stop_ids, dtype=np.int64)])
-        unknown = named[(named < 0) | (named >= self._shape.vocab_size)]
-        if len(unknown):
-            raise ValueError(
-                f"submit: {request.key} has token {unknown[0]}; the vocabulary has {self._shape.vocab_size}"
-            )
 
     def _step(self) -> None:
         free = self._capacity - len(self._slots.requests)

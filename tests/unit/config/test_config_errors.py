@@ -44,7 +44,7 @@ def problems(tmp_path: Path) -> Problems:
         ("output=[a]", 'output=["a"]: expected path'),
         ("checkpoint.dir=3", "checkpoint.dir=3: expected path or null"),
         ("name='a b'", 'name="a b": expected text matching `^[A-Za-z0-9][A-Za-z0-9._-]*$`'),
-        ("rollout=locl", 'rollout.engine="locl": expected `local`'),
+        ("rollout=locl", 'rollout.engine="locl": expected `local` or `vllm`'),
         (
             "data.train.source=fil",
             'data.train.source="fil": expected `arithmetic` or `competition` or `file` or `mixture`',

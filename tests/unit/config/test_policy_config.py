@@ -7,7 +7,7 @@ import pytest
 
 from beamline.config import ConfigError, RunConfig, load_config, to_yaml
 from beamline.config.describe import describe
-from beamline.config.schema import LoraConfig
+from beamline.config.policy import LoraConfig
 from beamline.policy.lora import lora_shape
 
 OTHERS: dict[str, Any] = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from beamline.config.schema import LoraConfig
+from beamline.config.policy import LoraConfig
 from beamline.model.beam import ModelError
 from beamline.model.lora import LoraShape, adapter_tensors, sites
 from beamline.policy.lora import Adapter, Adapters, lora_shape

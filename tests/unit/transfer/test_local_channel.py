@@ -59,6 +59,14 @@ def test_what_was_sent_is_received_once() -> None:
         channel.receive(moves, zeros())
 
 
+def test_what_was_sent_can_be_taken_as_it_is_once() -> None:
+    channel, moves, sent = LocalChannel(), plan_of(weights()), weights()
+    channel.send(moves, sent)
+    assert channel.take(moves) is sent
+    with pytest.raises(TransferError, match="has not sent"):
+        channel.take(moves)
+
+
 def test_receiving_under_another_plan_is_an_error_and_changes_nothing() -> None:
     channel, received, moves = LocalChannel(), zeros(), plan_of(weights())
     channel.send(moves, weights())

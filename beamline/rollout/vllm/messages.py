@@ -1,0 +1,152 @@
+"""What is said between this process and an engine process: commands one way, reports the other way.
+
+The order is kept. A command that carries a number is answered by exactly one :class:`Answer` with that number; anything
+that goes wrong in the engine ends its process, after a last :class:`Failed`.
+"""
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from beamline.model.layout import TensorSlice
+from beamline.records import Completion, Key, Request
+
+Memory = Literal["weights", "cache"]
+
+
+class Start(msgspec.Struct, tag=True, frozen=True):
+    """Build the engine. ``arguments`` are those of vLLM's ``EngineArgs``; answered by :class:`Started`."""
+
+    number: int
+    arguments: dict[str, Any]
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A request with the seed of its random stream, which fixes its tokens together with the weights."""
+
+    request: Request
+    seed: int
+
+
+class Submit(msgspec.Struct, tag=True, frozen=True):
+    """Begin with requests. Not answered: each ends in a :class:`Finished`."""
+
+    asked: list[Asked]
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """Stop requests; answered by the list of their partial completions, for those that have not ended yet."""
+
+    number: int
+    keys: list[Key]
+
+
+class Prepare(msgspec.Struct, tag=True, frozen=True):
+    """Get ready for weights that come cut like this: what each rank of this engine is given, in the order it comes.
+
+    ``bucket_bytes`` is how many bytes are handed over at a time, at most. Answered with None.
+    """
+
+    number: int
+    parts: list[list[TensorSlice]]
+    bucket_bytes: int
+
+
+class Fill(msgspec.Struct, tag=True, frozen=True):
+    """Take bucket ``bucket`` of every rank from memory that both processes see; answered (None) once all are taken.
+
+    ``memory[r]`` describes that of rank r, as :mod:`beamline.transfer.memory` does; it is empty where a rank has no
+    bucket of this number.
+    """
+
+    number: int
+    bucket: int
+    memory: list[bytes]
+
+
+class Finish(msgspec.Struct, tag=True, frozen=True):
+    """All buckets were given: tokens from now on are of ``version``. Answered by the checksums of :class:`Loaded`."""
+
+    number: int
+    version: int
+
+
+class Sleep(msgspec.Struct, tag=True, frozen=True):
+    """Give memory back, as :class:`~beamline.rollout.sampler.Sampler` says; answered by :class:`DeviceMemory`."""
+
+    number: int
+    level: int
+
+
+class Wake(msgspec.Struct, tag=True, frozen=True):
+    """Take memory again; answered by :class:`DeviceMemory`."""
+
+    number: int
+    what: list[Memory]
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """End the process. Not answered."""
+
+
+Command: TypeAlias = Start | Submit | Abort | Prepare | Fill | Finish | Sleep | Wake | Stop
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """A parameter of the running model, as one rank holds it. ``dtype`` is that of the weights it is loaded from."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Started(msgspec.Struct, frozen=True):
+    """What was built: the versions of libraries, the device, and the parameters of every rank."""
+
+    versions: dict[str, str]
+    device: str
+    cache_tokens: int
+    ranks: list[list[Parameter]]
+    seconds: float
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """Checksums of a fixed sample of the parts that each rank was given, read back from where they were put."""
+
+    checksums: list[list[int]]
+
+
+class DeviceMemory(msgspec.Struct, frozen=True):
+    """Bytes in use on the engine's first device before and after, and seconds that it took."""
+
+    before: int
+    after: int
+    seconds: float
+
+
+class Answer(msgspec.Struct, tag=True, frozen=True):
+    """The result of the command with this number, encoded."""
+
+    number: int
+    value: bytes
+
+
+class Finished(msgspec.Struct, tag=True, frozen=True):
+    """Requests that ended by themselves."""
+
+    completions: list[Completion]
+
+
+class Progress(msgspec.Struct, tag=True, frozen=True):
+    """Sent at least twice a second while tokens are drawn: how many have been, since the start of the process."""
+
+    tokens: int
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The engine's last words: the traceback of what ended it."""
+
+    traceback: str
+
+
+Report: TypeAlias = Answer | Finished | Progress | Failed

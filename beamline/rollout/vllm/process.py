@@ -1,0 +1,230 @@
+"""An engine process: it takes commands, steps its engine while there is work, and reports.
+
+Started as ``python -m beamline.rollout.vllm.process FD``, where FD is its end of a pair of sockets; see
+:class:`~beamline.rollout.vllm.replica.Replica` for the other end.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any, Protocol, assert_never
+
+from beamline.model.layout import TensorSlice
+from beamline.records import Completion, Key
+from beamline.records.codec import decode, encode
+from beamline.rollout.vllm import messages
+from beamline.rollout.vllm.messages import (
+    Answer,
+    Asked,
+    Command,
+    DeviceMemory,
+    Failed,
+    Finished,
+    Loaded,
+    Memory,
+    Progress,
+    Report,
+    Started,
+    Stop,
+)
+from beamline.tasks.pool_worker import end_with_parent
+
+SHOW_STACK = signal.SIGUSR1
+"""An engine process that gets it writes where it is to its log, even if it hangs."""
+
+_PROGRESS_SECONDS = 0.25  # between two reports of it
+_LAST_SECONDS = 60.0  # for the controller to take what a failed engine has to say
+
+
+class Engine(Protocol):
+    """What an engine process drives: vLLM (``engine.py``), or a stub in tests. All calls return when they are done."""
+
+    started: Started
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to step for."""
+
+    def submit(self, asked: Sequence[Asked]) -> None:
+        """Begin with requests."""
+
+    def step(self) -> tuple[list[Completion], int]:
+        """One pass over the batch: what ended with it, and how many tokens were drawn."""
+
+    def abort(self, keys: Collection[Key]) -> list[Completion]:
+        """Partials of requests; keys of such that have ended already are passed over."""
+
+    def prepare(self, parts: Sequence[Sequence[TensorSlice]], bucket_bytes: int) -> None:
+        """Where each part goes is found once, for all loads to come."""
+
+    def fill(self, bucket: int, memory: Sequence[bytes]) -> None:
+        """Copy a bucket of every rank to where its parts belong."""
+
+    def finish(self, version: int) -> Loaded:
+        """All buckets are there."""
+
+    def sleep(self, level: int) -> DeviceMemory:
+        """Give memory back."""
+
+    def wake(self, what: Collection[Memory]) -> DeviceMemory:
+        """Take it again."""
+
+    def stop(self) -> None:
+        """End orderly."""
+
+
+class Outbox:
+    """Sends messages in order from a thread of its own, so that no one waits for the other side to read."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Command | Report) -> None:
+        """Send a message when all before it are sent. Nothing happens if the other side is gone: reading tells."""
+        self._messages.put(encode(message))
+
+    def close(self, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds until everything is sent or the other side is gone."""
+        self._messages.put(None)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            while (message := self._messages.get()) is not None:
+                self._connection.send_bytes(message)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+
+
+class _Service:
+    """Commands and steps in turn, once there is an engine."""
+
+    def __init__(self, engine: Engine, connection: Connection, outbox: Outbox) -> None:
+        self._engine, self._connection, self._outbox = engine, connection, outbox
+        self._tokens, self._reported = 0, time.monotonic()
+
+    def run(self) -> None:
+        """Until the controller says stop, or is gone."""
+        while self._obey():
+            if self._engine.busy:
+                self._step()
+        self._engine.stop()
+
+    def _obey(self) -> bool:
+        """Carry out what has come; wait for a command when there is nothing to step for. False if it is over."""
+        while not self._engine.busy or self._connection.poll():
+            command = _next(self._connection)
+            if command is None or isinstance(command, Stop):
+                return False
+            self._carry_out(command)
+        return True
+
+    def _carry_out(self, command: Command) -> None:
+        engine, answer = self._engine, self._answer
+        match command:
+            case messages.Submit(asked):
+                engine.submit(asked)
+            case messages.Abort(number, keys):
+                answer(number, engine.abort(keys))
+            case messages.Prepare(number, parts, bucket_bytes):
+                engine.prepare(parts, bucket_bytes)
+                answer(number, None)
+            case messages.Fill(number, bucket, memory):
+                engine.fill(bucket, memory)
+                answer(number, None)
+            case messages.Finish(number, version):
+                answer(number, engine.finish(version))
+            case messages.Sleep(number, level):
+                answer(number, engine.sleep(level))
+            case messages.Wake(number, what):
+                answer(number, engine.wake(what))
+            case messages.Start() | Stop():
+                raise ValueError(f"{command} to an engine that has been started")
+            case _:
+                assert_never(command)
+
+    def _answer(self, number: int, value: object) -> None:
+        self._outbox.put(Answer(number, encode(value)))
+
+    def _step(self) -> None:
+        completions, tokens = self._engine.step()
+        self._tokens += tokens
+        if completions:
+            self._outbox.put(Finished(completions))
+        now = time.monotonic()
+        if now - self._reported >= _PROGRESS_SECONDS or not self._engine.busy:
+            self._outbox.put(Progress(self._tokens))
+            self._reported = now
+
+
+def serve(connection: Connection, build: Callable[[dict[str, Any]], Engine]) -> None:
+    """Build an engine as the first command says, and drive it until :class:`Stop` or until the controller is gone.
+
+    Raises:
+        SystemExit: the engine failed. Its traceback has been printed and reported.
+    """
+    outbox = Outbox(connection)
+    try:
+        command = _next(connection)
+        if not isinstance(command, messages.Start):
+            if command is None or isinstance(command, Stop):
+                return
+            raise ValueError(f"the first command must be Start, not {command}")
+        engine = build(command.arguments)
+        outbox.put(Answer(command.number, encode(engine.started)))
+        _Service(engine, connection, outbox).run()
+    except Exception:  # noqa: BLE001  whatever it is, the controller must know
+        traceback.print_exc()
+        outbox.put(Failed(traceback.format_exc()))
+        outbox.close(_LAST_SECONDS)
+        raise SystemExit(1) from None
+
+
+def _next(connection: Connection) -> Command | None:
+    """Wait for a command; None when the controller is gone."""
+    try:
+        message = connection.recv_bytes()
+    except (EOFError, ConnectionResetError):
+        return None
+    command: Command = decode(message, Command)  # type: ignore[arg-type]  # mypy knows no type of a union
+    return command
+
+
+def attach(descriptor: int) -> Connection:
+    """Make this process an engine process, which ends with its controller and not by Ctrl-C.
+
+    ``descriptor`` is its end of the pair of sockets.
+    """
+    end_with_parent(os.getppid())  # a parent that is gone already is noticed by the first read
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides
+    os.set_inheritable(descriptor, False)  # or workers would keep it open
+    connection = Connection(descriptor)
+    os.register_at_fork(after_in_child=connection.close)  # and so would those that are forked
+    faulthandler.enable()
+    faulthandler.register(SHOW_STACK, all_threads=False)
+    return connection
+
+
+def main() -> None:
+    """Serve vLLM at the end of the socket whose number is the last argument."""
+
+    def build(arguments: dict[str, Any]) -> Engine:
+        from beamline.rollout.vllm.engine import VllmEngine
+
+        return VllmEngine(arguments)
+
+    serve(attach(int(sys.argv[-1])), build)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""The sampler over vLLM: engine processes that draw, and this process that keeps account of what it asked them for."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from beamline.model.beam import BeamShape
+from beamline.model.layout import DType, Layout, WeightKind
+from beamline.policy.weights import first_not_finite
+from beamline.records import Completion, Key, Request
+from beamline.records.random import stream
+from beamline.rollout.requests import check_requests
+from beamline.rollout.vllm.fleet import Fleet
+from beamline.rollout.vllm.layout import Mesh, engine_layout
+from beamline.rollout.vllm.messages import Abort, Asked, DeviceMemory, Memory, Sleep, Submit, Wake
+from beamline.rollout.vllm.replica import EngineFailedError, Replica
+from beamline.rollout.vllm.weights import Delivery, parts_of
+from beamline.transfer.local import LocalChannel
+from beamline.transfer.plan import TransferPlan
+
+T = TypeVar("T")
+
+TEMPERATURES = 0.01, 2.0
+"""What vLLM draws with; it raises what is lower to the first, but for 0, and refuses what is higher than the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A request in flight, and the engine that it went to."""
+
+    request: Request
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """What the engines were last given, to be given again to one that takes the place of another."""
+
+    version: int
+    deliveries: list[Delivery]
+    checksums: list[list[list[int]]]
+
+
+class VllmSampler:
+    """Samples by vLLM. Engines draw all the time; :meth:`poll` takes in what has ended.
+
+    A request's random numbers depend on its key and the seed alone, whichever engine it goes to; log-probabilities,
+    and with them now and then a token, depend by rounding on what else is in the batch. An engine that fails is
+    replaced, given the same weights, and asked again for what it had not finished.
+
+    Args:
+        fleet: the engines.
+        shape: the model that they run.
+        mesh: how each engine spreads it over GPUs.
+        dtype: type of its weights.
+        positions: most tokens of a sequence, prompt and response.
+        seed: seed of the run.
+        channel: where weights come from.
+        bucket_bytes: how many bytes of weights are handed over at a time.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        shape: BeamShape,
+        mesh: Mesh,
+        dtype: DType,
+        positions: int,
+        seed: int,
+        channel: LocalChannel,
+        bucket_bytes: int,
+    ) -> None:
+        self._fleet, self._shape, self._channel, self._bucket_bytes = fleet, shape, channel, bucket_bytes
+        self._positions, self._seed = positions, seed
+        self._layout = engine_layout(shape, mesh, dtype)
+        self._in_flight: dict[Key, _Flight] = {}
+        self._ready: list[Completion] = []
+        self._asleep = set[Memory]()
+        self._weights: _Weights | None = None
+        self._planned: tuple[TransferPlan, Mapping[str, Tensor], list[Delivery]] | None = None
+        self._reissued = 0
+        self.memory: DeviceMemory | None = None
+        """Bytes in use on the first device before and after the last sleep or wake."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests; the samples of a problem go to one engine, which evaluates their prompt once."""
+        self._require_awake()
+        check_requests(requests, self._in_flight, self._positions, self._shape.vocab_size)
+        for request in requests:
+            temperature, (least, most) = request.params.temperature, TEMPERATURES
+            if temperature and not least <= temperature <= most:
+                raise ValueError(
+                    f"submit: {request.key} has temperature {temperature}, and vLLM draws with {least} to {most}, or "
+                    "with 0"
+                )
+        waiting = Counter(flight.replica for flight in self._in_flight.values())
+        chosen: dict[tuple[str, int, str], int] = {}
+        for request in requests:
+            problem = (request.key.split, request.key.step, request.key.problem)
+            replica = chosen.setdefault(problem, min(range(len(self._fleet.replicas)), key=lambda i: (waiting[i], i)))
+            waiting[replica] += 1
+            self._in_flight[request.key] = _Flight(request, replica)
+        for replica in sorted(set(chosen.values())):
+            self._issue(replica, [request for request in requests if self._in_flight[request.key].replica == replica])
+
+    def poll(self, timeout: float) -> list[Completion]:
+        """What has ended since the last call; waits up to ``timeout`` seconds for the first of it.
+
+        Raises:
+            EngineFailedError: an engine failed, and may not be replaced.
+        """
+        self._take_in()
+        if not self._ready and self._in_flight and timeout > 0:
+            self._fleet.wait(timeout)
+            self._take_in()
+        ready, self._ready = self._ready, []
+        for completion in ready:
+            del self._in_flight[completion.key]
+        return ready
+
+    def abort(self, keys: Collection[Key]) -> list[Completion]:
+        """Stop requests and return what they have so far."""
+        wanted = set(keys)
+        if unknown := wanted - self._in_flight.keys():
+            raise KeyError(f"abort: {min(unknown)} is not in flight")
+        partials: list[Completion] = []
+        for replica in range(len(self._fleet.replicas)):
+            partials += self._on(replica, partial(self._abort, replica, wanted))
+        ended = [completion for completion in self._ready if completion.key in wanted]
+        self._ready = [completion for completion in self._ready if completion.key not in wanted]
+        for key in wanted:
+            del self._in_flight[key]
+        return ended + partials
+
+    def layout(self, kind: WeightKind) -> Layout:
+        """The ranks of all engines, one engine after the other.
+
+        Raises:
+            ValueError: adapters, which vLLM does not serve for Beam.
+        """
+        if kind == "adapter":
+            raise ValueError("vLLM serves no adapters of Beam; use rollout=local")
+        return Layout(self._layout.ranks * len(self._fleet.replicas))
+
+    def receive(self, plan: TransferPlan, version: int, unfinished: Literal["keep", "abort"]) -> None:
+        """Bring new weights into all engines, in place.
+
+        Raises:
+            FloatingPointError: a value is not finite; nothing was changed, and nothing is drawn until better ones come.
+            TransferError: nothing was sent, or an engine does not hold afterwards what was sent.
+        """
+        if "weights" in self._asleep:
+            raise RuntimeError("receive: the engines sleep without weights; wake(['weights']) first")
+        source = self._channel.take(plan)
+        if unfinished == "abort":
+            self._ready += self._aborted()
+        self._weights = None
+        wrong = first_not_finite({name: source[name] for name in dict.fromkeys(m.part.name for m in plan.moves)})
+        if wrong is not None:
+            raise FloatingPointError(f"{wrong} of version {version} holds values that are not finite")
+        deliveries = self._deliveries(plan, source)
+        for replica, delivery in enumerate(deliveries):
+            engine = self._fleet.replicas[replica]
+            self._on(replica, partial(self._deliver, replica, delivery, version))
+            if self._fleet.replicas[replica] is not engine:  # it failed meanwhile, with requests that were to go on
+                self._reissue(replica)
+        self._weights = _Weights(version, deliveries, [delivery.checksums() for delivery in deliveries])
+
+    def sleep(self, level: int) -> None:
+        """Free the cache (1), and the weights too (2), on all engines."""
+        if level not in (1, 2):
+            raise ValueError(f"sleep: level must be 1 or 2, not {level}")
+        if self._in_flight:
+            raise RuntimeError(f"sleep: {len(self._in_flight)} requests are in flight; poll or abort them first")
+        self._remember(self._ask_all(lambda number: Sleep(number, level)))
+        self._asleep |= {"cache"}
+        if level == 2:
+            self._asleep |= {"weights"}
+            self._weights = None
+
+    def wake(self, what: Collection[Memory]) -> None:
+        """Take memory again."""
+        if "cache" in what and "weights" in self._asleep - set(what):
+            raise RuntimeError("wake: the cache needs the weights; wake(['weights']) first")
+        if self._asleep & set(what):
+            self._remember(self._ask_all(lambda number: Wake(number, list(what))))
+            self._asleep -= set(what)
+
+    def statistics(self) -> dict[str, float]:
+        """How often an engine was replaced, and how many requests were issued again, since the start."""
+        return {"rollout/engine_restarts": self._fleet.restarts, "rollout/requests_reissued": self._reissued}
+
+    def close(self) -> None:
+        """End the engines."""
+        self._close_deliveries()
+        self._fleet.close()
+
+    def _require_awake(self) -> None:
+        if self._asleep:
+            raise RuntimeError("the sampler sleeps; wake(['weights', 'cache']) first")
+        if self._weights is None:
+            raise RuntimeError("the sampler has no weights yet; send and receive them first")
+
+    def _issue(self, replica: int, requests: Sequence[Request]) -> None:
+        asked = [Asked(each, request_seed(self._seed, each.key)) for each in requests]
+        self._fleet.replicas[replica].send(Submit(asked))
+
+    def _take_in(self) -> None:
+        for replica in range(len(self._fleet.replicas)):
+            for finished in self._on(replica, lambda engine: engine.take(0.0)):
+                self._ready += finished.completions
+
+    def _abort(self, replica: int, wanted: Collection[Key], engine: Replica) -> list[Completion]:
+        """Partials of what an engine has not ended; what it has is put among the ready ones."""
+        here = [key for key in wanted if self._in_flight[key].replica == replica]
+        if not here:
+            return []
+        partials: list[Completion] = engine.ask(Abort(self._fleet.number(), here), list[Completion])
+        self._ready += [completion for finished in engine.take(0.0) for completion in finished.completions]
+        return partials
+
+    def _aborted(self) -> list[Completion]:
+        """Stop everything; what has ended or was stopped is still in flight until it is polled."""
+        flights = dict(self._in_flight)
+        completions = self.abort(list(flights))
+        self._in_flight = flights
+        return completions
+
+    def _deliver(self, replica: int, delivery: Delivery, version: int, _: Replica) -> None:
+        delivery.deliver(self._fleet, replica, version)
+
+    def _deliveries(self, plan: TransferPlan, source: Mapping[str, Tensor]) -> list[Delivery]:
+        """One for each engine; the same as last time where the plan and the tensors are."""
+        if self._planned is None or self._planned[0] is not plan or self._planned[1] is not source:
+            self._close_deliveries()
+            parts, size = parts_of(plan, self.layout("full")), len(self._layout.ranks)
+            engines = [parts[start : start + size] for start in range(0, len(parts), size)]
+            self._planned = (plan, source, [Delivery(each, source, self._bucket_bytes) for each in engines])
+        return self._planned[2]
+
+    def _close_deliveries(self) -> None:
+        for delivery in self._planned[2] if self._planned else ():
+            delivery.close()
+
+    def _on(self, replica: int, action: Callable[[Replica], T]) -> T:
+        """Do something with an engine; if it fails, with the one that takes its place."""
+        while True:
+            try:
+                return action(self._fleet.replicas[replica])
+            except EngineFailedError as error:
+                self._fleet.replace(replica, error)
+                self._restore(replica)
+
+    def _restore(self, replica: int) -> None:
+        """Give a new engine the weights of the others, and ask it again for what the old one had not ended."""
+        if self._weights is None:
+            return
+        delivery, sums = self._weights.deliveries[replica], self._weights.checksums[replica]
+        if delivery.checksums() != sums:
+            raise RuntimeError(
+                f"engine {replica} was replaced, but weights of version {self._weights.version} are no longer there: "
+                "the learner has changed them since"
+            )
+        delivery.deliver(self._fleet, replica, self._weights.version)
+        self._reissue(replica)
+
+    def _reissue(self, replica: int) -> None:
+        done = {completion.key for completion in self._ready}
+        lost = [f.request for k, f in self._in_flight.items() if f.replica == replica and k not in done]
+        self._reissued += len(lost)
+        if lost:
+            self._issue(replica, lost)
+
+    def _ask_all(self, command: Callable[[int], Sleep | Wake]) -> list[DeviceMemory]:
+        return [
+            self._on(i, lambda engine: engine.ask(command(self._fleet.number()), DeviceMemory))
+            for i in range(len(self._fleet.replicas))
+        ]
+
+    def _remember(self, memory: Sequence[DeviceMemory]) -> None:
+        self.memory = memory[0]
+
+
+def request_seed(seed: int, key: Key) -> int:
+    """The seed of a request's random stream, from 0 to 2^63 - 1: a function of the run's seed and the key alone."""
+    purpose = ("vllm", key.split, key.step, key.problem, key.sample, key.attempt)
+    return int(stream(seed, *purpose).random_raw(1)[0] >> np.uint64(1))

@@ -1,0 +1,230 @@
+"""What our engines can do beyond stock vLLM, on each rank: take weights in place, and say what they hold.
+
+vLLM adds :class:`WeightsExtension` to its own worker class (``worker_extension_cls``) and has its methods run by all
+ranks.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from beamline.model.beam import BeamShape
+from beamline.model.layout import DType, TensorSlice
+from beamline.records.codec import decode
+from beamline.rollout.vllm import patches
+from beamline.rollout.vllm.layout import Mesh, Placed, placed
+from beamline.transfer.buckets import Copier, buckets, checksum, sample
+from beamline.transfer.memory import SharedMemory, attach
+
+
+class WeightsExtension:
+    """Mixed into vLLM's worker; every name begins with ``beamline_`` because vLLM refuses names that it has too."""
+
+    model_runner: Any
+    vllm_config: Any
+    device: torch.device
+    beamline_loader: "Loader"
+    beamline_shared: dict[bytes, SharedMemory]
+
+    def beamline_parameters(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """Name, shape and type of every parameter of this rank, as they are now."""
+        named = self.model_runner.get_model().named_parameters()
+        return [(name, tuple(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in named]
+
+    def beamline_device(self) -> str:
+        """What this rank computes on, as our patches have it."""
+        patches.check()
+        return torch.cuda.get_device_name(self.device)
+
+    def beamline_memory(self) -> int:
+        """Bytes in use on this rank's device, by whomever."""
+        torch.cuda.synchronize(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
+
+    def beamline_prepare(self, parts: Sequence[bytes], bucket_bytes: int) -> None:
+        """Find where the parts of this rank go; ``parts[r]`` are those of rank r."""
+        rank, config = self._beamline_rank(), self.vllm_config
+        given = decode(parts[rank], list[TensorSlice])
+        shape = BeamShape.from_folder(Path(config.model_config.model))
+        names: dict[torch.dtype, DType] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+        table = placed(shape, _mesh(config.parallel_config), rank, names[config.model_config.dtype])
+        self._beamline_close()
+        self.beamline_loader = Loader(self.model_runner.get_model(), table, given, bucket_bytes)
+
+    @torch.no_grad()
+    def beamline_fill(self, bucket: int, memory: Sequence[bytes]) -> None:
+        """Copy this rank's bucket to where its parts belong."""
+        descriptor = memory[self._beamline_rank()]
+        if descriptor:
+            if descriptor not in self.beamline_shared:  # that of a GPU is attached to once in all its life
+                self.beamline_shared[descriptor] = attach(descriptor)
+            self.beamline_loader.fill(bucket, self.beamline_shared[descriptor].buffer)
+            torch.cuda.synchronize(self.device)  # the sender writes another bucket over it
+
+    @torch.no_grad()
+    def beamline_finish(self) -> list[int]:
+        """Checksums of a fixed sample of what was given, as it lies there now."""
+        return self.beamline_loader.finish()
+
+    def _beamline_close(self) -> None:
+        for shared in getattr(self, "beamline_shared", {}).values():
+            shared.close()
+        self.beamline_shared = {}
+
+    def _beamline_rank(self) -> int:
+        rank: int = self.vllm_config.parallel_config.rank
+        return rank
+
+
+def _mesh(parallel: Any) -> Mesh:
+    return Mesh(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.enable_expert_parallel)
+
+
+class Loader:
+    """Puts parts of Hugging Face tensors where a running vLLM model has them.
+
+    Most parameters lie as in a checkpoint, and are written where they are. A layer that is quantized, or whose kernel
+    wants its experts in another order, is laid open first, as vLLM's own reload does it: parameters in the checkpoint's
+    form are allocated, filled, processed by the layer's method once they are complete, and the outcome is copied over
+    the old, so that captured graphs go on to find it.
+
+    Args:
+        model: the running model.
+        table: what this rank holds, and where.
+        parts: what it will be given, in order.
+        bucket_bytes: most bytes of a bucket.
+
+    Raises:
+        KeyError: a part of a tensor that this rank does not hold.
+    """
+
+    def __init__(
+        self, model: nn.Module, table: Sequence[Placed], parts: Sequence[TensorSlice], bucket_bytes: int
+    ) -> None:
+        self._modules = dict(model.named_modules())
+        self._table = {each.part.name: each for each in table}
+        self._buckets = buckets(parts, bucket_bytes)
+        self._sampled = sample(parts)
+        self._layers = self._processed(parts)
+        self._copiers: dict[int, Copier] = {}
+        self._checksums: dict[int, int] = {}
+
+    def fill(self, bucket: int, buffer: Tensor) -> None:
+        """Copy one bucket; layers that it completes are processed."""
+        parts = self._buckets[bucket].parts
+        touched = {self._module_of(part) for part in parts} & self._layers.keys()
+        for name in touched:
+            self._layers[name].open()
+        copier = self._copiers.get(bucket) or Copier(self._buckets[bucket], self._view)
+        copier.unpack(buffer)
+        if not touched:
+            self._copiers[bucket] = copier  # what is written in place stays where it is
+        for part in parts:
+            if self._module_of(part) in touched:
+                self._layers[self._module_of(part)].missing -= prod(part.size)
+        for name in touched:
+            if self._layers[name].missing == 0:
+                self._take_checksums(name)
+                self._layers[name].close()
+
+    def finish(self) -> list[int]:
+        """Checksums of the sampled parts; those of layers that were processed are from before.
+
+        Raises:
+            RuntimeError: a layer is not complete.
+        """
+        if begun := sorted(name for name, layer in self._layers.items() if layer.is_open):
+            raise RuntimeError(f"weights of {', '.join(begun)} were not given completely")
+        for name in {self._module_of(part) for part in self._sampled} - self._layers.keys():
+            self._take_checksums(name)
+        found = [self._checksums[i] for i in range(len(self._sampled))]
+        self._checksums = {}
+        return found
+
+    def _take_checksums(self, module: str) -> None:
+        """Of the sampled parts of a module, as they lie there now."""
+        for i, part in enumerate(self._sampled):
+            if self._module_of(part) == module:
+                self._checksums[i] = checksum(self._view(part), part.dtype)
+
+    def _view(self, part: TensorSlice) -> Tensor:
+        """Where a part lies now, as a tensor of its shape."""
+        place = self._table[part.name]
+        module, _, leaf = place.parameter.rpartition(".")
+        whole: Tensor = getattr(self._modules[module], leaf).data[place.box]
+        return _inside(whole, place.part, part)
+
+    def _module_of(self, part: TensorSlice) -> str:
+        return self._table[part.name].parameter.rpartition(".")[0]
+
+    def _processed(self, parts: Sequence[TensorSlice]) -> dict[str, "_Layer"]:
+        """The layers that are given anything and do not use it as it is."""
+        elements: Counter[str] = Counter()
+        for part in parts:
+            elements[self._module_of(part)] += prod(part.size)
+        modules = {name: self._modules[name] for name in elements}
+        return {name: _Layer(each, elements[name]) for name, each in modules.items() if not lies_as_stored(each)}
+
+
+class _Layer:
+    """A layer whose kernels want weights in another form than a checkpoint has them, while it takes new ones.
+
+    ``missing`` are the elements that it has not been given yet, of ``elements`` in all.
+    """
+
+    def __init__(self, module: nn.Module, elements: int) -> None:
+        self._module, self._elements = module, elements
+        self.missing = elements
+        self.is_open = False
+
+    def open(self) -> None:
+        """Give the layer parameters in the checkpoint's form, with nothing in them; the old ones are kept aside."""
+        if self.is_open:
+            return
+        from vllm.model_executor.model_loader.reload import layerwise, meta
+
+        info = layerwise.get_layerwise_info(self._module)
+        info.kernel_tensors = layerwise.get_layer_params_buffers(self._module)
+        info.kernel_non_persistent_buffers = set(self._module._non_persistent_buffers_set)
+        meta.restore_layer_on_meta(self._module, info)
+        meta.materialize_layer(self._module, info)
+        self.missing, self.is_open = self._elements, True
+
+    def close(self) -> None:
+        """Process what the layer was given, and copy the outcome over the parameters that its kernels use."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        layer: Any = self._module
+        if hasattr(layer, "_already_called_process_weights_after_loading"):
+            del layer._already_called_process_weights_after_loading
+        layer.quant_method.process_weights_after_loading(layer)
+        info = layerwise.get_layerwise_info(layer)
+        layerwise._copy_and_restore_kernel_tensors(layer, info)
+        info.reset()
+        self.is_open = False
+
+
+def _inside(whole: Tensor, held: TensorSlice, part: TensorSlice) -> Tensor:
+    """The box of ``part`` in a view of ``held``, which has one more dimension in a stack of experts."""
+    matrix = whole if whole.dim() == len(held.size) else whole[0]
+    return matrix[part.within(held)]
+
+
+def lies_as_stored(module: nn.Module) -> bool:
+    """Whether a layer's kernels use its parameters just as a checkpoint has them."""
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    method = getattr(module, "quant_method", None)
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        as_stored = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+        return method.unquantized_backend in as_stored
+    return method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)

@@ -1,0 +1,82 @@
+"""Building the sampler over vLLM for a run: its engine processes, and what each of them is told."""
+
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from beamline.config import ConfigError, Problem
+from beamline.config.rollout import RolloutConfig
+from beamline.model.beam import BeamShape
+from beamline.rollout.vllm.arguments import engine_arguments, environment
+from beamline.rollout.vllm.fleet import Fleet
+from beamline.rollout.vllm.layout import Mesh
+from beamline.rollout.vllm.replica import Launch
+from beamline.rollout.vllm.sampler import VllmSampler
+from beamline.transfer.local import LocalChannel
+
+COMMAND = (sys.executable, "-m", "beamline.rollout.vllm.process")
+
+
+def mesh(rollout: RolloutConfig) -> Mesh:
+    """How an engine of a run spreads the model over GPUs."""
+    return Mesh(rollout.vllm.tensor_parallel, rollout.vllm.pipeline_parallel, rollout.vllm.expert_parallel)
+
+
+def require_vllm() -> None:
+    """Make sure that vLLM is here, before anything is loaded.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if find_spec("vllm") is None:
+        reason = "vLLM is not installed: pip install 'beamline-rl[vllm]' (Linux, Python 3.12, an NVIDIA GPU)"
+        raise ConfigError([Problem(reason, "rollout.engine", "vllm")])
+
+
+def vllm_sampler(
+    rollout: RolloutConfig,
+    shape: BeamShape,
+    model: Path,
+    positions: int,
+    seed: int,
+    channel: LocalChannel,
+    logs: Path | None,
+) -> VllmSampler:
+    """Start the engines of a run and wait until they are ready.
+
+    Args:
+        rollout: with ``engine=vllm``.
+        shape: of the model.
+        model: its folder, from which engines load the weights that they begin with.
+        positions: tokens of the longest sequence.
+        seed: of the run.
+        channel: where weights come from.
+        logs: the folder of the engines' logs; None for one of this command's own among temporary files.
+
+    Raises:
+        ConfigError: vLLM is not installed, or a GPU may not be seen.
+        EngineFailedError: an engine did not start.
+    """
+    require_vllm()
+    folder = logs or Path(tempfile.mkdtemp(prefix="beamline-engines-"))
+    routes = bool(shape.moe_layers) and rollout.vllm.pipeline_parallel == 1
+    launches = [
+        Launch(
+            command=COMMAND,
+            arguments=engine_arguments(rollout, routes, model, positions),
+            environment=environment(rollout, replica),
+            log=folder / f"vllm-{replica}.log",
+            start_seconds=rollout.vllm.start_seconds,
+            token_seconds=rollout.vllm.token_seconds,
+        )
+        for replica in range(rollout.vllm.replicas)
+    ]
+    fleet = Fleet(launches, rollout.vllm.max_restarts, say)
+    bucket_bytes = rollout.vllm.bucket_mb << 20
+    return VllmSampler(fleet, shape, mesh(rollout), rollout.vllm.dtype, positions, seed, channel, bucket_bytes)
+
+
+def say(line: str) -> None:
+    """A line for whoever watches the run, above its progress bars."""
+    print(line, file=sys.stderr, flush=True)
