@@ -4,9 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.bench
+VENV_GPU := .venv-gpu
+READY_GPU := $(VENV_GPU)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-math test lint bench clean
+.PHONY: help setup quickstart quickstart-math test test-gpu lint bench clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +36,14 @@ test: $(READY)  ## check style and types, then run all tests
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal
 
+$(READY_GPU): pyproject.toml constraints-gpu.txt
+	$(PYTHON) -m venv $(VENV_GPU)
+	$(VENV_GPU)/bin/pip install --disable-pip-version-check -c constraints-gpu.txt -e '.[dev,vllm]'
+	@touch $@
+
+test-gpu: $(READY_GPU)  ## on a machine with an NVIDIA GPU and Python 3.12: what needs one; results in benchmarks/results
+	$(VENV_GPU)/bin/pytest tests/gpu
+
 lint: $(READY)  ## check style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
@@ -44,5 +54,5 @@ $(PEERS): $(READY)
 bench: $(PEERS)  ## measure against peers, then the quickstart; results in benchmarks/results
 	$(BIN)/python -m benchmarks
 
-clean:  ## remove .venv and build (runs stay)
-	rm -rf $(VENV) build
+clean:  ## remove .venv, .venv-gpu and build (runs stay)
+	rm -rf $(VENV) $(VENV_GPU) build

@@ -323,37 +323,54 @@ def toy(folder: Path) -> dict[str, float]:
     return found
 
 
+SECTIONS = ("large", "starter", "toy")
+
+
 def main() -> None:
-    """Measure everything, write ``gpu-vllm.json``, and show what the targets say."""
-    options = parser(__doc__, rounds=3).parse_args()
-    cold = not (Path.home() / ".triton" / "cache").exists()
+    """Measure what is asked for, keep it in ``gpu-vllm.json`` beside what was measured before, and show the targets."""
+    made = parser(__doc__, rounds=2)
+    made.add_argument("--only", choices=SECTIONS, action="append", help="this part alone; may be given several times")
+    options = made.parse_args()
+    target = options.results / "gpu-vllm.json"
+    found: dict[str, Any] = json.loads(target.read_text()) if options.only and target.is_file() else {}
+    found["command"] = "python -m benchmarks.gpu_vllm"
+    found["machine"] = machine() | {"gpu": torch.cuda.get_device_name(0), "vllm": version("vllm")}
+
+    def keep(name: str, figures: Any) -> None:
+        found[name] = figures
+        options.results.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(found, indent=2) + "\n")
+        Console().print_json(json.dumps({name: figures}))
+
     folder = Path(tempfile.mkdtemp(prefix="beamline-vllm-"))
+    wanted = options.only or SECTIONS
+    if "large" in wanted:
+        of_large(folder / "large", options.rounds, keep)
+    if "starter" in wanted:
+        figures, seconds = agreement(rollout_config(memory_share=0.1))
+        keep("starter", figures | {"start_seconds": seconds})
+    if "toy" in wanted:
+        keep("toy", toy(folder / "toy"))
+    table = Table("what", "met", title="vLLM on one GPU")
+    for name, figures in found.items():
+        if isinstance(figures, dict) and "met" in figures:
+            table.add_row(name, str(figures["met"]))
+    Console().print(table)
+
+
+def of_large(folder: Path, rounds: int, keep: Callable[[str, Any], None]) -> None:
+    """What is measured on the large model, by one engine."""
+    compiled = (Path.home() / ".triton" / "cache").exists()
     module = random_module(large_config(), "cuda")
-    model.save(module, folder / "large", "bfloat16")
-    large = rollout_config(memory_share=0.4, max_sequences=REQUESTS)
-    sampler, channel, first = started(large, folder / "large", 1024)
-    found: dict[str, Any] = {"start_seconds": {"first": first, "with nothing compiled before": cold}}
-    found["load"] = loads(sampler, channel, module)
-    found["sleep"] = naps(sampler, channel, module)
-    give(sampler, channel, plan(module_layout(module), sampler.layout("full")), named_tensors(module), 500)
-    found["throughput"] = throughput(sampler, folder / "large", options.rounds)
+    model.save(module, folder, "bfloat16")
+    sampler, channel, seconds = started(rollout_config(memory_share=0.4, max_sequences=REQUESTS), folder, 1024)
+    keep("start", {"seconds": seconds, "kernels were compiled before": compiled})
+    keep("load", loads(sampler, channel, module))
+    keep("sleep", naps(sampler, channel, module))
+    keep("throughput", throughput(sampler, folder, rounds))
     sampler.close()
     del module
     torch.cuda.empty_cache()
-    found["starter"], found["start_seconds"]["starter"] = agreement(rollout_config(memory_share=0.1))
-    found["toy of 8 layers, mean |delta log p|"] = toy(folder / "toy")
-    written = {
-        "command": "python -m benchmarks.gpu_vllm",
-        "machine": machine() | {"gpu": torch.cuda.get_device_name(0), "vllm": version("vllm")},
-        **found,
-    }
-    options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / "gpu-vllm.json").write_text(json.dumps(written, indent=2) + "\n")
-    table = Table("what", "met", title="vLLM on one GPU")
-    for name in ("load", "sleep", "throughput", "starter"):
-        table.add_row(name, str(found[name]["met"]))
-    Console().print(table)
-    Console().print_json(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ import torch
 
 from beamline.runtime.determinism import make_deterministic
 from tests.contract.engines import INVARIANT, LEARNERS, PAIRS, SAMPLERS, LearnerFactory, PairFactory, SamplerFactory
+from tests.contract.process_engines import cpu_engines
 from tests.contract.sampling import AssertSame, assert_same_bits, assert_same_tokens
+from tests.shared_engines import SharedEngines
 
 
 @pytest.fixture(params=SAMPLERS)
@@ -33,6 +35,22 @@ def learner_factory(request: pytest.FixtureRequest) -> LearnerFactory:
 @pytest.fixture(params=PAIRS)
 def pair_factory(request: pytest.FixtureRequest) -> PairFactory:
     return PAIRS[request.param]
+
+
+@pytest.fixture(scope="session")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngines]:
+    """An engine in a process of its own, for all tests."""
+    engines = cpu_engines(tmp_path_factory.mktemp("engines"), 1)
+    yield engines
+    engines.close()
+
+
+@pytest.fixture(scope="session")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngines]:
+    """Two of them, as one sampler."""
+    engines = cpu_engines(tmp_path_factory.mktemp("engines"), 2)
+    yield engines
+    engines.close()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -33,8 +33,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.location[0].startswith("tests/gpu/") and (report.when == "call" or report.outcome != "passed"):
-        _outcomes.setdefault(report.location[0], Counter())[report.outcome] += 1
+    file = report.nodeid.partition("::")[0]
+    if file.startswith("tests/gpu/") and (report.when == "call" or report.outcome != "passed"):
+        _outcomes.setdefault(file, Counter())[report.outcome] += 1
         if report.outcome != "passed":
             lines = str(report.longrepr).strip().splitlines()
             _not_passed[report.nodeid] = lines[-1] if lines else report.outcome

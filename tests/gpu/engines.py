@@ -77,7 +77,7 @@ class SharedEngines:
                 engine="vllm",
                 record_support=True,
                 top_k=1,
-                vllm=VllmConfig(dtype=dtype, memory_share=0.08, max_sequences=64, engine_args={"enforce_eager": True}),
+                vllm=VllmConfig(dtype=dtype, memory_share=0.2, max_sequences=64, engine_args={"enforce_eager": True}),
             )
             started = launch(self._folder / "model", self._folder / f"{dtype}.log", CONTEXT, rollout)
             self._fleets[dtype] = Fleet([started], 0, say)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ class VllmEngine:
             one.versions += [self._version] * len(new)
             one.logprobs += output.new_logprobs.logprobs[: len(new), 0].tolist()
             if one.request.params.record_support:
-                one.support += _support(output.new_sampling_mask, len(new), self._shape.vocab_size)
+                one.support += self._support(one.request, new, output.new_sampling_mask)
         if output.routed_experts is not None:
             one.routes.append(output.routed_experts)
         if output.finished:
@@ -177,6 +178,14 @@ class VllmEngine:
                 raise RuntimeError(f"vLLM ended {one.request.key} with {reason!r}: {output.error}")
             self._ended.append(self._completion(output.request_id, aborted=False))
         return len(new)
+
+    def _support(self, request: Request, tokens: Sequence[int], mask: Any) -> list[NDArray[np.int32]]:
+        """The ids that each of some tokens was drawn from; empty where that is the whole vocabulary."""
+        if request.params.temperature == 0:  # which is no restriction to vLLM
+            return [np.array([token], dtype=np.int32) for token in tokens]
+        borders = np.array([0, len(mask.token_ids)]) if mask.offsets is None else mask.offsets
+        entries = [mask.token_ids[a:b].astype(np.int32) for a, b in pairwise(borders)]
+        return [entry if len(entry) < self._shape.vocab_size else entry[:0] for entry in entries]
 
     def _completion(self, name: str, aborted: bool) -> Completion:
         """What a request has come to; it is forgotten."""
@@ -269,10 +278,3 @@ def _sampling_params(asked: Asked) -> Any:
         skip_clone=True,
         output_kind=RequestOutputKind.DELTA,
     )
-
-
-def _support(mask: Any, tokens: int, vocabulary: int) -> list[NDArray[np.int32]]:
-    """The ids that each of some tokens was drawn from; empty where that is the whole vocabulary."""
-    offsets = np.array([0, len(mask.token_ids)]) if mask.offsets is None else mask.offsets
-    entries = [mask.token_ids[offsets[i] : offsets[i + 1]].astype(np.int32) for i in range(tokens)]
-    return [entry if len(entry) < vocabulary else entry[:0] for entry in entries]

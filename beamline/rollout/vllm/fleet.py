@@ -6,7 +6,7 @@ from itertools import count
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
-from beamline.rollout.vllm.messages import Started
+from beamline.rollout.vllm.messages import Started, Stop
 from beamline.rollout.vllm.replica import EngineFailedError, Launch, Replica
 
 T = TypeVar("T")
@@ -71,6 +71,8 @@ class Fleet:
 
     def close(self) -> None:
         """End all processes."""
+        for replica in self.replicas:
+            replica.send(Stop())  # so that they end side by side
         for replica in self.replicas:
             with suppress(EngineFailedError):  # that the kernel does not end one keeps none of the others alive
                 replica.stop()

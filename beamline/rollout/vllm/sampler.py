@@ -1,7 +1,9 @@
 """The sampler over vLLM: engine processes that draw, and this process that keeps account of what it asked them for."""
 
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
@@ -12,7 +14,7 @@ from torch import Tensor
 from beamline.model.beam import BeamShape
 from beamline.model.layout import DType, Layout, WeightKind
 from beamline.policy.weights import first_not_finite
-from beamline.records import Completion, Key, Request
+from beamline.records import Completion, Key, Request, Support
 from beamline.records.random import stream
 from beamline.rollout.requests import check_requests
 from beamline.rollout.vllm.fleet import Fleet
@@ -25,25 +27,32 @@ from beamline.transfer.plan import TransferPlan
 
 T = TypeVar("T")
 
+_GLANCE_SECONDS = 1.0  # between two looks at engines that say nothing
+
 TEMPERATURES = 0.01, 2.0
 """What vLLM draws with; it raises what is lower to the first, but for 0, and refuses what is higher than the second."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """A request in flight, and the engine that it went to."""
+    """A request in flight, and where it went: to which engine of the fleet, and which process that was then."""
 
     request: Request
     replica: int
+    engine: Replica
 
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """What the engines were last given, to be given again to one that takes the place of another."""
+    """What the engines were last given, to be given again to one that takes the place of another.
+
+    ``holders[i]`` is the process of engine i that has it.
+    """
 
     version: int
     deliveries: list[Delivery]
     checksums: list[list[list[int]]]
+    holders: list[Replica]
 
 
 class VllmSampler:
@@ -100,23 +109,28 @@ class VllmSampler:
                 )
         waiting = Counter(flight.replica for flight in self._in_flight.values())
         chosen: dict[tuple[str, int, str], int] = {}
+        shares: dict[int, list[Request]] = defaultdict(list)
         for request in requests:
             problem = (request.key.split, request.key.step, request.key.problem)
             replica = chosen.setdefault(problem, min(range(len(self._fleet.replicas)), key=lambda i: (waiting[i], i)))
             waiting[replica] += 1
-            self._in_flight[request.key] = _Flight(request, replica)
-        for replica in sorted(set(chosen.values())):
-            self._issue(replica, [request for request in requests if self._in_flight[request.key].replica == replica])
+            shares[replica].append(request)
+        for replica, share in shares.items():
+            self._issue(replica, share)
 
     def poll(self, timeout: float) -> list[Completion]:
         """What has ended since the last call; waits up to ``timeout`` seconds for the first of it.
 
         Raises:
             EngineFailedError: an engine failed, and may not be replaced.
+            RuntimeError: there are requests in flight, and no weights for them since the last ones were refused.
         """
+        end = time.monotonic() + timeout
         self._take_in()
-        if not self._ready and self._in_flight and timeout > 0:
-            self._fleet.wait(timeout)
+        if self._in_flight and not self._ready:
+            self._require_weights()
+        while not self._ready and self._in_flight and (left := end - time.monotonic()) > 0:
+            self._fleet.wait(min(left, _GLANCE_SECONDS))
             self._take_in()
         ready, self._ready = self._ready, []
         for completion in ready:
@@ -124,18 +138,21 @@ class VllmSampler:
         return ready
 
     def abort(self, keys: Collection[Key]) -> list[Completion]:
-        """Stop requests and return what they have so far."""
-        wanted = set(keys)
-        if unknown := wanted - self._in_flight.keys():
-            raise KeyError(f"abort: {min(unknown)} is not in flight")
-        partials: list[Completion] = []
+        """Stop requests and return what they have so far: nothing, where an engine failed with it."""
+        wanted = list(dict.fromkeys(keys))
+        if unknown := [key for key in wanted if key not in self._in_flight]:
+            raise KeyError(f"abort: {unknown[0]} is not in flight")
+        # They are taken out first: an engine that takes the place of another is not asked for them again.
+        flights = {key: self._in_flight.pop(key) for key in wanted}
+        stopped: dict[Key, Completion] = {}
         for replica in range(len(self._fleet.replicas)):
-            partials += self._on(replica, partial(self._abort, replica, wanted))
-        ended = [completion for completion in self._ready if completion.key in wanted]
-        self._ready = [completion for completion in self._ready if completion.key not in wanted]
-        for key in wanted:
-            del self._in_flight[key]
-        return ended + partials
+            if here := [key for key in wanted if flights[key].replica == replica]:
+                partials = self._on(replica, partial(self._abort, here))
+                stopped |= {completion.key: completion for completion in partials}
+        self._take_in()  # what ended before it could be stopped
+        stopped |= {completion.key: completion for completion in self._ready if completion.key in flights}
+        self._ready = [completion for completion in self._ready if completion.key not in flights]
+        return [stopped.get(key) or _nothing(flight.request) for key, flight in flights.items()]
 
     def layout(self, kind: WeightKind) -> Layout:
         """The ranks of all engines, one engine after the other.
@@ -151,25 +168,27 @@ class VllmSampler:
         """Bring new weights into all engines, in place.
 
         Raises:
-            FloatingPointError: a value is not finite; nothing was changed, and nothing is drawn until better ones come.
+            FloatingPointError: a value is not finite; nothing was sent, and until better ones come nothing can be
+                submitted.
             TransferError: nothing was sent, or an engine does not hold afterwards what was sent.
         """
         if "weights" in self._asleep:
             raise RuntimeError("receive: the engines sleep without weights; wake(['weights']) first")
         source = self._channel.take(plan)
+        self._weights = None  # nor is an engine given old ones that fails from here on: they may have been changed
         if unfinished == "abort":
-            self._ready += self._aborted()
-        self._weights = None
+            flights = self._in_flight.copy()
+            self._ready = self.abort(flights)  # what had ended already is among them
+            self._in_flight = flights
         wrong = first_not_finite({name: source[name] for name in dict.fromkeys(m.part.name for m in plan.moves)})
         if wrong is not None:
             raise FloatingPointError(f"{wrong} of version {version} holds values that are not finite")
         deliveries = self._deliveries(plan, source)
         for replica, delivery in enumerate(deliveries):
-            engine = self._fleet.replicas[replica]
             self._on(replica, partial(self._deliver, replica, delivery, version))
-            if self._fleet.replicas[replica] is not engine:  # it failed meanwhile, with requests that were to go on
-                self._reissue(replica)
-        self._weights = _Weights(version, deliveries, [delivery.checksums() for delivery in deliveries])
+            self._reissue(replica)  # if it failed meanwhile, with requests that were to go on
+        sums = [delivery.checksums() for delivery in deliveries]
+        self._weights = _Weights(version, deliveries, sums, self._fleet.replicas.copy())
 
     def sleep(self, level: int) -> None:
         """Free the cache (1), and the weights too (2), on all engines."""
@@ -197,39 +216,33 @@ class VllmSampler:
 
     def close(self) -> None:
         """End the engines."""
-        self._close_deliveries()
         self._fleet.close()
+        self._close_deliveries()
 
     def _require_awake(self) -> None:
         if self._asleep:
             raise RuntimeError("the sampler sleeps; wake(['weights', 'cache']) first")
+        self._require_weights()
+
+    def _require_weights(self) -> None:
         if self._weights is None:
             raise RuntimeError("the sampler has no weights yet; send and receive them first")
 
     def _issue(self, replica: int, requests: Sequence[Request]) -> None:
-        asked = [Asked(each, request_seed(self._seed, each.key)) for each in requests]
-        self._fleet.replicas[replica].send(Submit(asked))
+        engine = self._fleet.replicas[replica]
+        self._in_flight |= {each.key: _Flight(each, replica, engine) for each in requests}
+        engine.send(Submit([Asked(each, request_seed(self._seed, each.key)) for each in requests]))
 
     def _take_in(self) -> None:
         for replica in range(len(self._fleet.replicas)):
-            for finished in self._on(replica, lambda engine: engine.take(0.0)):
-                self._ready += finished.completions
+            self._on(replica, self._take)
 
-    def _abort(self, replica: int, wanted: Collection[Key], engine: Replica) -> list[Completion]:
-        """Partials of what an engine has not ended; what it has is put among the ready ones."""
-        here = [key for key in wanted if self._in_flight[key].replica == replica]
-        if not here:
-            return []
-        partials: list[Completion] = engine.ask(Abort(self._fleet.number(), here), list[Completion])
+    def _take(self, engine: Replica) -> None:
         self._ready += [completion for finished in engine.take(0.0) for completion in finished.completions]
-        return partials
 
-    def _aborted(self) -> list[Completion]:
-        """Stop everything; what has ended or was stopped is still in flight until it is polled."""
-        flights = dict(self._in_flight)
-        completions = self.abort(list(flights))
-        self._in_flight = flights
-        return completions
+    def _abort(self, keys: list[Key], engine: Replica) -> list[Completion]:
+        """Partials of what an engine has not ended."""
+        return engine.ask(Abort(self._fleet.number(), keys), list[Completion])
 
     def _deliver(self, replica: int, delivery: Delivery, version: int, _: Replica) -> None:
         delivery.deliver(self._fleet, replica, version)
@@ -248,30 +261,37 @@ class VllmSampler:
             delivery.close()
 
     def _on(self, replica: int, action: Callable[[Replica], T]) -> T:
-        """Do something with an engine; if it fails, with the one that takes its place."""
+        """Do something with an engine; if it fails, with the one that takes its place and has what it had."""
         while True:
+            engine = self._fleet.replicas[replica]
             try:
-                return action(self._fleet.replicas[replica])
-            except EngineFailedError as error:
-                self._fleet.replace(replica, error)
                 self._restore(replica)
+                return action(engine)
+            except EngineFailedError as error:
+                with suppress(EngineFailedError):
+                    self._take(engine)  # what it had finished before
+                self._fleet.replace(replica, error)
 
     def _restore(self, replica: int) -> None:
-        """Give a new engine the weights of the others, and ask it again for what the old one had not ended."""
-        if self._weights is None:
+        """Give a new engine the weights of the others, and ask it for what the old one had not ended."""
+        weights, engine = self._weights, self._fleet.replicas[replica]
+        if weights is None or weights.holders[replica] is engine:
             return
-        delivery, sums = self._weights.deliveries[replica], self._weights.checksums[replica]
-        if delivery.checksums() != sums:
+        delivery = weights.deliveries[replica]
+        if delivery.checksums() != weights.checksums[replica]:
             raise RuntimeError(
-                f"engine {replica} was replaced, but weights of version {self._weights.version} are no longer there: "
+                f"engine {engine.name} was replaced, but weights of version {weights.version} are no longer there: "
                 "the learner has changed them since"
             )
-        delivery.deliver(self._fleet, replica, self._weights.version)
+        delivery.deliver(self._fleet, replica, weights.version)
+        weights.holders[replica] = engine
         self._reissue(replica)
 
     def _reissue(self, replica: int) -> None:
-        done = {completion.key for completion in self._ready}
-        lost = [f.request for k, f in self._in_flight.items() if f.replica == replica and k not in done]
+        """Ask the engine for what was asked of one that it took the place of, and has not ended."""
+        engine, done = self._fleet.replicas[replica], {completion.key for completion in self._ready}
+        flights = [each for key, each in self._in_flight.items() if each.replica == replica and key not in done]
+        lost = [flight.request for flight in flights if flight.engine is not engine]
         self._reissued += len(lost)
         if lost:
             self._issue(replica, lost)
@@ -284,6 +304,12 @@ class VllmSampler:
 
     def _remember(self, memory: Sequence[DeviceMemory]) -> None:
         self.memory = memory[0]
+
+
+def _nothing(request: Request) -> Completion:
+    empty = request.prefix_ids[:0]
+    support = Support.unrestricted(0) if request.params.record_support else None
+    return Completion(request.key, empty, empty.astype("float32"), empty, None, "abort", support)
 
 
 def request_seed(seed: int, key: Key) -> int:

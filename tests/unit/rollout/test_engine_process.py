@@ -193,16 +193,26 @@ def test_an_exception_is_reported_with_its_cause_and_the_log(start: Callable[...
     assert not lives(replica.pid)
 
 
-@pytest.mark.parametrize("fault", ["die", "kill"])
-def test_what_finished_before_the_end_is_delivered(fault: str, start: Callable[..., Replica]) -> None:
-    replica = start("--fault", fault, "--after", 200)
+def test_what_finished_before_a_failure_is_delivered(start: Callable[..., Replica]) -> None:
+    replica = start("--fault", "die", "--after", 200)
     replica.ready()
-    replica.send(Submit([asked(0, 1), asked(1, 2), asked(2, 150), asked(3, 201)]))
+    replica.send(Submit([asked(0, 1), asked(1, 2), asked(2, 200), asked(3, 201)]))
     until(lambda: not lives(replica.pid))
     with pytest.raises(EngineFailedError):
         replica.ask(Sleep(1, 1), DeviceMemory)
     assert set(completions(replica, 3)) == {0, 1, 2}
     failure(replica)
+
+
+def test_what_arrived_before_a_kill_is_delivered(start: Callable[..., Replica]) -> None:
+    replica = start()
+    replica.ready()
+    replica.send(Submit([asked(0, 1), asked(1, 1_000_000_000)]))
+    until(lambda: replica.connection.poll(LONG))
+    os.kill(replica.pid, signal.SIGKILL)
+    until(lambda: not lives(replica.pid))
+    assert set(completions(replica, 1)) == {0}
+    assert "SIGKILL" in failure(replica)
 
 
 def test_a_killed_engine_is_named_with_what_kills(start: Callable[..., Replica]) -> None:
@@ -243,20 +253,30 @@ def test_an_idle_engine_does_not_hang(start: Callable[..., Replica]) -> None:
     assert replica.take(0.01) == []
 
 
-def test_only_time_that_an_engine_had_counts(start: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch) -> None:
-    def pass_time(seconds: float) -> None:
-        now = time.monotonic
-        monkeypatch.setattr(replica_module.time, "monotonic", lambda: now() + seconds)
+def pass_time(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the clock forward."""
+    now = time.monotonic
+    monkeypatch.setattr(replica_module.time, "monotonic", lambda: now() + seconds)
 
+
+def test_time_with_nothing_to_do_does_not_count(start: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = start("--fault", "hang")
+    replica.ready()
+    pass_time(2 * LONG, monkeypatch)
+    replica.send(Submit([asked(0, 1)]))
+    assert replica.take(0.0) == []
+
+
+def test_time_in_which_nobody_listened_does_not_count(
+    start: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
     replica = start()
     replica.ready()
-    pass_time(2 * LONG)  # with nothing to do
-    replica.send(Submit([asked(0, 1)]))
-    assert replica.take(0.0) == [] or not replica.in_flight
-    replica.send(Submit([asked(1, 2)]))
+    replica.send(Submit([asked(0, 1), asked(1, 1_000_000_000)]))
     until(lambda: replica.connection.poll(LONG))
-    pass_time(2 * LONG)  # in which nobody listened
-    replica.take(0.0)
+    pass_time(2 * LONG, monkeypatch)
+    assert set(completions(replica, 1)) == {0}
+    assert replica.take(0.0) == []
 
 
 def test_an_answer_that_does_not_come_is_noticed(start: Callable[..., Replica], tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""Engine processes that compute on the CPU, and what starts them."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import beamline
+from beamline.model.layout import DType
+from beamline.policy import model
+from beamline.rollout.vllm.layout import Mesh
+from beamline.rollout.vllm.replica import Launch
+from tests.cpu_engine import PROGRAM
+from tests.shared_engines import SharedEngines
+from tests.tiny_beam import CONTEXT, THETA, random_beam
+
+ROOT = Path(beamline.__file__).parents[1]
+LONG = 120.0  # seconds; only a test that fails comes near it
+MESH = Mesh(tensor=2, pipeline=2, experts=True)
+"""Each engine is given its weights as if it had four ranks."""
+
+
+def cpu_launches(
+    folder: Path, count: int, *options: object, mesh: Mesh = MESH, **changes: Any
+) -> Callable[[DType], list[Launch]]:
+    """How some engines are started, with options of ``tests/cpu_engine.py``; ``changes`` are of :class:`Launch`."""
+    model.save(random_beam(), folder / "model", "float32")
+
+    def launches(dtype: DType) -> list[Launch]:
+        arguments = {"model": str(folder / "model"), "rope_theta": THETA, "positions": CONTEXT, "mesh": asdict(mesh)}
+        settings = {
+            "command": (*PROGRAM, *map(str, options)),
+            "arguments": arguments | {"dtype": dtype},
+            "environment": {"PYTHONPATH": str(ROOT)},
+            "start_seconds": LONG,
+            "token_seconds": LONG,
+        }
+        return [Launch(log=folder / f"{dtype}-{i}.log", **(settings | changes)) for i in range(count)]
+
+    return launches
+
+
+def cpu_engines(folder: Path, count: int, max_restarts: int = 0) -> SharedEngines:
+    """Engines that wait when something has ended, so that a test finds the rest unfinished."""
+    return SharedEngines(cpu_launches(folder, count, "--waits"), MESH, max_restarts)

@@ -1,0 +1,181 @@
+"""An engine process without vLLM that computes: ``python tests/cpu_engine.py [--waits] [--fault NAME] ... FD``.
+
+The embedded sampler draws, with weights that come the way that they come into vLLM. Like that one it goes on by itself
+between two words of its controller; ``--waits`` stops it when something has ended, until the next word.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from beamline.model.beam import BeamShape
+from beamline.model.layout import TensorSlice
+from beamline.records import Completion, Key
+from beamline.rollout.local import LocalSampler, Numerics
+from beamline.rollout.vllm.layout import Mesh, parameters
+from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Memory, Parameter, Started
+from beamline.rollout.vllm.process import attach, serve
+from beamline.runtime.determinism import make_deterministic
+from beamline.transfer.buckets import TORCH_DTYPES, Copier, buckets, checksum, sample
+from beamline.transfer.local import LocalChannel
+from beamline.transfer.memory import attach as attach_memory
+from beamline.transfer.plan import plan
+from tests.stub_engine import FAULTS, MEMORY
+
+PROGRAM = (sys.executable, str(Path(__file__)))
+SLOTS = 64
+GARBLED = "lm_head.weight"
+
+
+def internal_key(seed: int) -> Key:
+    """What the embedded sampler knows a request by; its random stream depends on nothing else."""
+    return Key("train", 0, str(seed), 0)
+
+
+class CpuEngine:
+    """Implements :class:`beamline.rollout.vllm.process.Engine`.
+
+    It stands for engines of any mesh: whatever their ranks are given is put together into whole tensors.
+
+    Args:
+        options: how it fails.
+        arguments: ``model``: its folder; ``rope_theta``; ``positions``; ``dtype``; ``mesh``: the fields of a Mesh.
+    """
+
+    def __init__(self, options: argparse.Namespace, arguments: Mapping[str, Any]) -> None:
+        self._options, self._calls, self._channel = options, 0, LocalChannel()
+        shape, dtype = BeamShape.from_folder(Path(arguments["model"])), arguments["dtype"]
+        theta, positions = arguments["rope_theta"], arguments["positions"]
+        self._sampler = LocalSampler(shape, Numerics(dtype), theta, SLOTS, positions, 0, self._channel)
+        self._layout = self._sampler.layout("full")
+        # Where weights arrive. Tokens are drawn from them once all have.
+        self._arrived = {
+            each.name: torch.empty(each.shape, dtype=TORCH_DTYPES[each.dtype]) for each in self._layout.ranks[0]
+        }
+        self._asked: dict[Key, Key] = {}
+        self._awake = set[Memory](get_args(Memory))
+        self._parts: list[list[TensorSlice]] = []
+        self._copiers: list[list[Copier]] = []
+        self._loading, self._may_step = False, True
+        mesh = Mesh(**arguments["mesh"])
+        ranks = [parameters(shape, mesh, rank, dtype) for rank in range(mesh.size)]
+        held = [[Parameter(name, *each) for name, each in rank.items()] for rank in ranks]
+        self.started = Started({"torch": str(torch.__version__)}, "cpu", SLOTS * positions, held, 0.0)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._asked) and not self._loading and self._may_step
+
+    def submit(self, asked: Sequence[Asked]) -> None:
+        """Begin with requests. None at all is a word, too."""
+        self._may_step = True
+        self._asked |= {internal_key(each.seed): each.request.key for each in asked}
+        self._sampler.submit([replace(each.request, key=internal_key(each.seed)) for each in asked])
+
+    def step(self) -> tuple[list[Completion], int]:
+        assert not self._loading, "a step while weights arrive"
+        self._fail("step")
+        ended = self._sampler.poll(0.0)
+        self._may_step = not (ended and self._options.waits)
+        return self._renamed(ended), 1
+
+    def abort(self, keys: Collection[Key]) -> list[Completion]:
+        return self._renamed(self._sampler.abort([mine for mine, key in self._asked.items() if key in keys]))
+
+    def prepare(self, parts: Sequence[Sequence[TensorSlice]], bucket_bytes: int) -> None:
+        self._parts = [list(rank) for rank in parts]
+        self._copiers = [[Copier(each, self._place) for each in buckets(rank, bucket_bytes)] for rank in parts]
+
+    def fill(self, bucket: int, memory: Sequence[bytes]) -> None:
+        if not self._loading:
+            for each in self._arrived.values():
+                each.fill_(torch.nan)  # what does not arrive is noticed
+        self._loading = True
+        self._fail("fill")
+        for copiers, descriptor in zip(self._copiers, memory, strict=True):
+            assert bool(descriptor) == (bucket < len(copiers)), f"bucket {bucket} of {len(copiers)}"
+            if descriptor:
+                shared = attach_memory(descriptor)
+                copiers[bucket].unpack(shared.buffer)
+                shared.close()
+
+    def finish(self, version: int) -> Loaded:
+        self._fail("finish")
+        if self._options.fault == "garble":
+            self._arrived[GARBLED].zero_()
+        moves = plan(self._layout, self._layout)
+        self._channel.send(moves, self._arrived)
+        self._sampler.receive(moves, version, "keep")
+        self._loading = False
+        held = self._sampler._decoder.named
+        return Loaded(
+            [[checksum(held[part.name][_box(part)], part.dtype) for part in sample(rank)] for rank in self._parts]
+        )
+
+    def sleep(self, level: int) -> DeviceMemory:
+        self._sampler.sleep(level)
+        return self._memory(self._awake - {"cache"} if level == 1 else set())
+
+    def wake(self, what: Collection[Memory]) -> DeviceMemory:
+        self._sampler.wake(what)
+        return self._memory(self._awake | set(what))
+
+    def stop(self) -> None:
+        self._sampler.close()
+
+    def _place(self, part: TensorSlice) -> Tensor:
+        return self._arrived[part.name][_box(part)]
+
+    def _renamed(self, completions: Sequence[Completion]) -> list[Completion]:
+        return [replace(each, key=self._asked.pop(each.key)) for each in completions]
+
+    def _memory(self, awake: set[Memory]) -> DeviceMemory:
+        before, self._awake = self._awake, awake
+        return DeviceMemory(sum(MEMORY[each] for each in before), sum(MEMORY[each] for each in awake), 0.0)
+
+    def _fail(self, at: str) -> None:
+        """Fail if it is time to, and this is not an engine that takes the place of one that has."""
+        options = self._options
+        if options.fault not in FAULTS or options.at != at:
+            return
+        self._calls += 1
+        if self._calls > options.after and (options.once is None or _made(options.once)):
+            FAULTS[options.fault]()
+
+
+def _box(part: TensorSlice) -> tuple[slice, ...]:
+    return part.within(TensorSlice.whole(part.name, part.dtype, part.shape))
+
+
+def _made(path: Path) -> bool:
+    """Whether the file was not there; now it is."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--waits", action="store_true", help="when something has ended, for the next submission")
+    parser.add_argument("--fault", choices=[*FAULTS, "garble"], help="garble: of weights")
+    parser.add_argument("--at", choices=["step", "fill", "finish"], default="step", help="where it fails")
+    parser.add_argument("--after", type=int, default=0, help="calls before the fault")
+    parser.add_argument("--once", type=Path, help="fail only if there is no such file yet, which is made then")
+    parser.add_argument("descriptor", type=int)
+    options = parser.parse_args()
+    make_deterministic(threads=1)
+    build: Callable[[dict[str, Any]], CpuEngine] = lambda arguments: CpuEngine(options, arguments)  # noqa: E731
+    serve(attach(options.descriptor), build)
+
+
+if __name__ == "__main__":
+    main()
