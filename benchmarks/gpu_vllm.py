@@ -97,9 +97,7 @@ def started(rollout: RolloutConfig, folder: Path, positions: int) -> tuple[VllmS
     """A sampler over a model folder, and the seconds that its engine took to start."""
     channel, began = LocalChannel(), time.monotonic()
     shape = BeamShape.from_folder(folder)
-    sampler = vllm_sampler(
-        rollout, shape, folder, positions, 0, channel, Path(os.environ.get("OUT", tempfile.mkdtemp()))
-    )
+    sampler = vllm_sampler(rollout, shape, folder, positions, 0, channel, True, None)
     return sampler, channel, time.monotonic() - began
 
 

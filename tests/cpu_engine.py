@@ -22,7 +22,6 @@ from beamline.rollout.local import LocalSampler, Numerics
 from beamline.rollout.vllm.layout import Mesh, parameters
 from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Memory, Parameter, Started
 from beamline.rollout.vllm.process import attach, serve
-from beamline.runtime.determinism import make_deterministic
 from beamline.transfer.buckets import TORCH_DTYPES, Copier, buckets, checksum, sample
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.memory import attach as attach_memory
@@ -172,7 +171,7 @@ def main() -> None:
     parser.add_argument("--once", type=Path, help="fail only if there is no such file yet, which is made then")
     parser.add_argument("descriptor", type=int)
     options = parser.parse_args()
-    make_deterministic(threads=1)
+    torch.set_num_threads(1)
     build: Callable[[dict[str, Any]], CpuEngine] = lambda arguments: CpuEngine(options, arguments)  # noqa: E731
     serve(attach(options.descriptor), build)
 

@@ -1,4 +1,4 @@
-"""Engine processes for the contract of samplers. They are shared: a sampler takes its turn, with its own weights there."""
+"""Engine processes for the contract of samplers. Samplers take turns, each with its own weights."""
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence

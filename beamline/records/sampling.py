@@ -145,8 +145,9 @@ class Completion:
     ``token_ids``, ``logprobs`` and ``versions`` have one entry for each new token: the token, the log-probability
     under the distribution that it was drawn from, and the version of the weights that drew it.
     ``routes [P + T - 1, L, K]`` are the experts of every position that was evaluated (prefix and all new tokens but
-    the last), or None for a model without experts or when nothing was sampled. ``support`` has an entry for each new
-    token, or is None where ``record_support`` was not asked for; those of partial responses are :meth:`Support.joined`.
+    the last), or None for a model without experts, when nothing was sampled, or from an engine that was not asked for
+    them. ``support`` has an entry for each new token, or is None where ``record_support`` was not asked for; those of
+    partial responses are :meth:`Support.joined`.
     """
 
     key: Key

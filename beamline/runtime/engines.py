@@ -197,7 +197,7 @@ def _sampler(config: RunConfig, module: nn.Module, channel: LocalChannel, logs: 
     if config.rollout.engine == "local":
         return local_sampler(config, module, channel)
     shape, folder = check_model(config), model_folder(config)
-    return vllm_sampler(config.rollout, shape, folder, positions(config), config.seed, channel, logs)
+    return vllm_sampler(config.rollout, shape, folder, positions(config), config.seed, channel, config.policy.r3, logs)
 
 
 def local_sampler(config: RunConfig, module: nn.Module, channel: LocalChannel) -> LocalSampler:

@@ -41,6 +41,7 @@ def vllm_sampler(
     positions: int,
     seed: int,
     channel: LocalChannel,
+    routes: bool,
     logs: Path | None,
 ) -> VllmSampler:
     """Start the engines of a run and wait until they are ready.
@@ -52,6 +53,7 @@ def vllm_sampler(
         positions: tokens of the longest sequence.
         seed: of the run.
         channel: where weights come from.
+        routes: whether completions bring the experts of every token along, which costs vLLM a fifth of its speed.
         logs: the folder of the engines' logs; None for one of this command's own among temporary files.
 
     Raises:
@@ -60,7 +62,6 @@ def vllm_sampler(
     """
     require_vllm()
     folder = logs or Path(tempfile.mkdtemp(prefix="beamline-engines-"))
-    routes = bool(shape.moe_layers) and rollout.vllm.pipeline_parallel == 1
     launches = [
         Launch(
             command=COMMAND,

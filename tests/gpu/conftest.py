@@ -15,7 +15,8 @@ import torch
 from beamline.runtime.determinism import make_deterministic
 from tests.contract.engines import PairFactory, SamplerFactory
 from tests.contract.sampling import AssertSame, assert_same_tokens
-from tests.gpu.engines import SharedEngines
+from tests.gpu.engines import gpu_engines
+from tests.shared_engines import SharedEngines
 
 HERE = Path(__file__).parent
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-tests.json"
@@ -74,7 +75,7 @@ def _driver() -> str:
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngines]:
     """Engines that live through all tests: one takes most of a minute to start."""
-    shared = SharedEngines(tmp_path_factory.mktemp("engines"))
+    shared = gpu_engines(tmp_path_factory.mktemp("engines"))
     yield shared
     shared.close()
 

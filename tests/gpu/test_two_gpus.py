@@ -39,7 +39,7 @@ def sampler_of(folder: Path, **vllm: Any) -> VllmSampler:
     settings = VllmConfig(memory_share=0.2, max_sequences=64, engine_args={"enforce_eager": True}, **vllm)
     channel, shape, stored = LocalChannel(), BeamShape.from_folder(folder), model.load(folder, "bfloat16")
     rollout = RolloutConfig(engine="vllm", vllm=settings)
-    sampler = vllm_sampler(rollout, shape, folder, POSITIONS, 0, channel, folder.parent)
+    sampler = vllm_sampler(rollout, shape, folder, POSITIONS, 0, channel, False, folder.parent)
     moves = plan(module_layout(stored), sampler.layout("full"))
     channel.send(moves, named_tensors(stored))
     sampler.receive(moves, 1, unfinished="abort")

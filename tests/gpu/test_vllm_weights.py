@@ -21,7 +21,8 @@ from beamline.rollout.vllm.messages import Asked, Submit
 from beamline.rollout.vllm.sampler import VllmSampler
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
-from tests.gpu.engines import launch, say
+from tests.gpu.engines import launch
+from tests.shared_engines import say
 from tests.tiny_beam import random_beam
 
 SIZES: dict[str, Any] = {

@@ -131,15 +131,27 @@ class VllmEngine:
         self._on_ranks("beamline_fill", bucket, list(memory))
 
     def finish(self, version: int) -> Loaded:
-        """Begin with new weights: nothing that was cached under the old ones is used again."""
+        """Begin with new weights: nothing that was cached under the old ones is used again.
+
+        Raises:
+            RuntimeError: vLLM does not forget it, though no request holds it.
+        """
         checksums = self._on_ranks("beamline_finish")
-        if not self._open:
-            self._client.reset_prefix_cache()
+        if not self._open and not self._client.reset_prefix_cache():
+            raise RuntimeError(f"weights of version {version}: vLLM kept what it had cached under the old ones")
         self._version, self._loading = version, False
         return Loaded(checksums)
 
     def sleep(self, level: int) -> DeviceMemory:
-        """1: the cache is given back; 2: the weights too."""
+        """1: the cache is given back; 2: the weights too.
+
+        Raises:
+            RuntimeError: requests are in flight.
+        """
+        if self._open:
+            raise RuntimeError(f"sleep: {len(self._open)} requests are in flight")
+        while self._core.batch_queue or self._core.scheduler.has_requests():  # of what has ended
+            self._advance()
         if level == 2:
             return self._measured(lambda: self._client.sleep(2))
         return self._measured(self._release_cache)
@@ -192,12 +204,12 @@ class VllmEngine:
         one = self._open.pop(name)
         request, tokens = one.request, np.array(one.tokens, dtype=np.int32)
         del self._names[request.key]
-        logprobs = np.array(one.logprobs, dtype=np.float32)
+        certain = request.params.temperature == 0  # the most likely token was
         stopped = bool(one.tokens) and one.tokens[-1] in request.params.stop_ids
         return Completion(
             key=request.key,
             token_ids=tokens,
-            logprobs=logprobs * (request.params.temperature != 0),  # the most likely token was certain
+            logprobs=np.zeros(len(tokens), np.float32) if certain else np.array(one.logprobs, np.float32),
             versions=np.array(one.versions, dtype=np.int32),
             routes=self._routes(one),
             finish="abort" if aborted else "stop" if stopped else "length",
