@@ -19,7 +19,7 @@ from beamline.rollout.rows import rows
 from beamline.rollout.sampler import Sampler
 from beamline.runtime.console import RunConsole
 from beamline.runtime.data import evaluation_sets, left_out, write_data_report
-from beamline.runtime.engines import load_chat, model_folder, sampler_of
+from beamline.runtime.engines import load_chat, model_folder, require_engine, sampler_of
 from beamline.runtime.subject import find_subject
 from beamline.runtime.tables import evaluation_table, problem_table
 from beamline.tasks.grading import open_pool
@@ -92,6 +92,7 @@ def evaluate_model(
     if out is not None:
         make_empty_folder(out)
     subject = find_subject(name, settings, recipe)
+    require_engine(subject.config)
     config, step, (module, adapters) = subject.config, subject.step, subject.weights()
     chat = load_chat(config)
     sets = _problem_sets(config, files, chat)

@@ -19,7 +19,6 @@ from beamline.rollout.strategies import Drawn, draw, training_params
 from beamline.runtime.determinism import make_deterministic
 from beamline.runtime.divergence import explained_divergence
 from beamline.runtime.interrupt import Interrupt
-from beamline.runtime.probe import probe
 from beamline.runtime.session import Run, open_run
 
 
@@ -53,9 +52,7 @@ def train(config: RunConfig) -> dict[str, float]:
 
 def check_agreement(run: Run) -> None:
     """Make sure that the sampler computes with the learner's weights, before time is spent on it."""
-    engines = run.engines
-    deadline = run.config.rollout.deadline_seconds
-    difference = probe(engines.sampler, engines.learner, engines.shape, engines.positions, deadline)
+    difference = run.engines.agreement(run.config.rollout.deadline_seconds)
     run.console.print(f"sampler and learner agree on a probe: mean |delta log p| = {difference:.1e}")
 
 

@@ -29,7 +29,7 @@ from beamline.learner.learner import Learner
 from beamline.records import Experience
 from beamline.records.random import stream
 from beamline.rollout.collect import to_rollout
-from beamline.runtime.engines import build
+from beamline.runtime.engines import build, load_models
 from beamline.starter import STARTER
 from benchmarks.harness import OURS, Apart, Figures, both, comparison_table, paired, parser, record, write
 from benchmarks.phases import Phases
@@ -112,7 +112,8 @@ def learner_and_batch(parity: bool = True) -> tuple[Learner[Any], list[Experienc
     """A learner, and the sequences that both sides learn from: the same in every process."""
     as_ours()
     config = run_config(LONGEST, lr=0.0)
-    engines = build(config.model_copy(update={"policy": config.policy.model_copy(update={"parity": parity})}))
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"parity": parity})})
+    engines = build(config, load_models(config))
     engines.sync(version=0)
     return engines.learner, _experiences(engines.sampler)
 

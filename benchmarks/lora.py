@@ -26,7 +26,7 @@ from beamline.policy.weights import named_tensors
 from beamline.records import Experience, SamplingParams
 from beamline.report import read_metrics
 from beamline.rollout import collect
-from beamline.runtime.engines import build, check_model, load_adapters, load_module, sampler_of
+from beamline.runtime.engines import build, check_model, load_adapters, load_models, load_module, sampler_of
 from beamline.starter import STARTER
 from benchmarks.harness import OURS, Apart, Comparison, Figures, comparison_table, paired, parser, record, train, write
 from benchmarks.sampling import prompts
@@ -73,7 +73,7 @@ class Step:
         config = load_config(
             Path("recipes/quickstart.yaml"), ["learner.optimizer.lr=0", f"policy.r3={str(r3).lower()}"]
         )
-        self._config, self._chat, self._engines = config, BeamChat(STARTER), build(config)
+        self._config, self._chat, self._engines = config, BeamChat(STARTER), build(config, load_models(config))
         self._routes = check_model(config) if r3 else None
         self._engines.sync(version=0)
 

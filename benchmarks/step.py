@@ -35,7 +35,7 @@ from beamline.config.algorithm import AlgorithmConfig
 from beamline.config.losses import ClipLoss
 from beamline.records import Experience, Problem
 from beamline.rollout.collect import to_rollout
-from beamline.runtime.engines import build
+from beamline.runtime.engines import build, load_models
 from beamline.starter import STARTER
 from benchmarks.harness import THREADS, Comparison, Figures, both, comparison_table, parser, record, write
 from benchmarks.phases import Phases
@@ -86,7 +86,8 @@ class Ours:
         as_ours()
         self._phases, self._steps = Phases(), count()
         self._phases.watch_torch()
-        self._engines = build(run_config(LONGEST, lr=LR))
+        config = run_config(LONGEST, lr=LR)
+        self._engines = build(config, load_models(config))
         chat = BeamChat(STARTER)
         self._problems, self._prompts = asked, [chat.prompt_ids(problem.messages) for problem in asked]
         self._engines.sync(version=0)

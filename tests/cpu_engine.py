@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from beamline.model.beam import BeamShape
 from beamline.model.layout import TensorSlice
 from beamline.records import Completion, Key
 from beamline.rollout.local import LocalSampler, Numerics
-from beamline.rollout.vllm.layout import Mesh, parameters
-from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Memory, Parameter, Started
+from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Memory, Started
 from beamline.rollout.vllm.process import attach, serve
 from beamline.transfer.buckets import TORCH_DTYPES, Copier, buckets, checksum, sample
 from beamline.transfer.local import LocalChannel
@@ -63,10 +62,7 @@ class CpuEngine:
         self._parts: list[list[TensorSlice]] = []
         self._copiers: list[list[Copier]] = []
         self._loading, self._may_step = False, True
-        mesh = Mesh(**arguments["mesh"])
-        ranks = [parameters(shape, mesh, rank, dtype) for rank in range(mesh.size)]
-        held = [[Parameter(name, *each) for name, each in rank.items()] for rank in ranks]
-        self.started = Started({"torch": str(torch.__version__)}, "cpu", SLOTS * positions, held, 0.0)
+        self.started = Started({"torch": str(torch.__version__)}, "cpu", SLOTS * positions, 0.0)
 
     @property
     def busy(self) -> bool:
@@ -113,7 +109,7 @@ class CpuEngine:
         self._channel.send(moves, self._arrived)
         self._sampler.receive(moves, version, "keep")
         self._loading = False
-        held = self._sampler._decoder.named
+        held = cast(Any, self._sampler)._decoder.named
         return Loaded(
             [[checksum(held[part.name][_box(part)], part.dtype) for part in sample(rank)] for rank in self._parts]
         )

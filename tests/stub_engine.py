@@ -19,7 +19,7 @@ import numpy as np
 from beamline.model.layout import TensorSlice
 from beamline.records import Completion, Finish, Key
 from beamline.records.random import uniforms
-from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Memory, Parameter, Started
+from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Memory, Started
 from beamline.rollout.vllm.process import attach, serve
 
 PROGRAM = (sys.executable, str(Path(__file__)))
@@ -51,8 +51,7 @@ class StubEngine:
         self._open: dict[Key, tuple[Asked, list[int], list[int]]] = {}
         self._awake = set(MEMORY)
         self._checksums: list[list[int]] = [[] for _ in range(ranks)]
-        parameters = [Parameter("weight", (4, 4), "float32")]
-        self.started = Started({"stub": "1"}, "none", 1 << 20, [parameters] * ranks, 0.0)
+        self.started = Started({"stub": "1"}, "none", 1 << 20, 0.0)
 
     @property
     def busy(self) -> bool:

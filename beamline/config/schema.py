@@ -12,6 +12,7 @@ from beamline.config.algorithm import AlgorithmConfig, OverSampling
 from beamline.config.policy import LoraConfig, PolicyConfig
 from beamline.config.rollout import RolloutConfig
 from beamline.config.section import NonNegative, Positive, Section
+from beamline.config.vllm_rules import about_vllm
 
 Threads = Annotated[int, Field(ge=1, le=1024)]
 Reward = Annotated[float, Field(ge=-1e6, le=1e6)]
@@ -260,15 +261,6 @@ class RuntimeConfig(Section):
     checked on resume."""
 
 
-LOCAL_ALONE = {
-    "slots": "use rollout.vllm.max_sequences",
-    "dtype": "use rollout.vllm.dtype",
-    "kv_dtype": "use rollout.vllm.engine_args.kv_cache_dtype",
-    "head_dtype": "know that vllm's logits are always float32",
-}
-"""Settings of sampling that vLLM does not heed, and what to do instead."""
-
-
 def _of_experts(targets: list[str]) -> list[str]:
     return [target for target in targets if "expert" in target]
 
@@ -366,65 +358,7 @@ class RunConfig(Section):
     def _about_engine(self) -> Iterator[str]:
         """What vLLM cannot do, or would not heed. Its settings are not looked at while the local engine is chosen."""
         if self.rollout.engine == "vllm":
-            yield from self._about_devices()
-            yield from self._about_vllm_sampling()
-            for key, instead in LOCAL_ALONE.items():
-                if (value := getattr(self.rollout, key)) != RolloutConfig.model_fields[key].default:
-                    yield f"rollout.{key}={value} is a setting of rollout.engine=local: leave it out, and {instead}"
-            if self.policy.lora.rank > 0:
-                yield (
-                    f"policy.lora.rank={self.policy.lora.rank} needs rollout.engine=local: vllm serves no adapters of "
-                    "Beam yet"
-                )
-
-    def _about_devices(self) -> Iterator[str]:
-        """Parts of vLLM's engines that do not fit together."""
-        vllm = self.rollout.vllm
-        needed = vllm.replicas * vllm.devices_per_replica
-        if vllm.devices is not None and len(vllm.devices) != needed:
-            yield (
-                f"rollout.vllm.devices names {len(vllm.devices)} GPUs, and {needed} are needed: rollout.vllm.replicas="
-                f"{vllm.replicas}, each with tensor_parallel={vllm.tensor_parallel} times pipeline_parallel="
-                f"{vllm.pipeline_parallel}"
-            )
-        if vllm.devices is not None and len(set(vllm.devices)) < len(vllm.devices):
-            yield f"rollout.vllm.devices={vllm.devices} names a GPU twice"
-        if vllm.expert_parallel and vllm.tensor_parallel == 1:
-            yield (
-                "rollout.vllm.expert_parallel=true has no use with rollout.vllm.tensor_parallel=1: a single GPU has "
-                "all experts"
-            )
-        if vllm.quantization != "none" and vllm.tensor_parallel > 1:
-            yield (
-                f"rollout.vllm.quantization={vllm.quantization} needs rollout.vllm.tensor_parallel=1: ranks share the "
-                "scale of a layer, and weights that arrive in buckets are complete on one before they are on another"
-            )
-        if vllm.quantization != "none" and vllm.dtype == "float32":
-            yield (
-                f"rollout.vllm.quantization={vllm.quantization} needs rollout.vllm.dtype=bfloat16: products of 8 bits "
-                "have no float32 results"
-            )
-
-    def _about_vllm_sampling(self) -> Iterator[str]:
-        """Distributions that vLLM would sample from differently, or could not tell of."""
-        rollout = self.rollout
-        for key, section in (("rollout", rollout), ("evaluation", self.evaluation)):
-            if not (section.temperature == 0 or 0.01 <= section.temperature <= 2):
-                greedy = " or 0" if key == "evaluation" else ""
-                yield (
-                    f"{key}.temperature={section.temperature} is not one of vllm's, which raises lower ones to 0.01 "
-                    f"unasked and refuses others above 2: use 0.01 to 2{greedy}, or rollout.engine=local"
-                )
-        if self.policy.r3 and rollout.vllm.pipeline_parallel > 1:
-            yield (
-                "policy.r3=true needs rollout.vllm.pipeline_parallel=1: vllm returns no routes under pipeline "
-                "parallelism; use rollout.vllm.tensor_parallel"
-            )
-        if rollout.record_support and rollout.top_k == 0:
-            yield (
-                "rollout.record_support=true needs a rollout.top_k with vllm, such as 1000: without one it returns up "
-                "to the whole vocabulary for every token"
-            )
+            yield from about_vllm(self.rollout, self.policy, self.evaluation.temperature)
 
     def _about_rewards(self) -> Iterator[str]:
         """Rewards that do not fit together, or that the advantage is no formula for."""

@@ -39,7 +39,8 @@ _GROUPS = {
     _EXPERTS: "enable_eplb eplb_config expert_placement_strategy enable_elastic_ep elastic_ep_max_dp_size",
     _ONE_ENGINE: "data_parallel_size data_parallel_rank data_parallel_start_rank data_parallel_size_local "
     "data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb "
-    "data_parallel_multi_port_external_lb data_parallel_backend nnodes node_rank master_addr master_port",
+    "data_parallel_multi_port_external_lb data_parallel_backend distributed_executor_backend nnodes node_rank "
+    "master_addr master_port",
     "use rollout.vllm.devices": "device_ids",
     _MEMORY: "gpu_memory_utilization kv_cache_memory_bytes",
     _IN_PLACE: "weight_transfer_config worker_cls worker_extension_cls offload_backend cpu_offload_gb "
@@ -67,6 +68,9 @@ _GROUPS = {
 OWNED = {name: instead for instead, names in _GROUPS.items() for name in names.split()}
 """Arguments of vLLM's ``EngineArgs`` that a recipe cannot set, because Beamline sets them or promises what they would
 break without a word; and what to do instead, or why."""
+
+TEMPERATURES = 0.01, 2.0
+"""What vLLM draws with; it raises what is lower to the first, but for 0, and refuses what is higher than the second."""
 
 EngineArgument = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=100)]
 EngineValue = Annotated[JsonValue, WithJsonSchema({"type": "any value"})]
@@ -99,7 +103,8 @@ class VllmConfig(Section):
     start_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """Longest time for an engine to start: reading weights, compiling, capturing graphs."""
     token_seconds: Annotated[float, Field(gt=0)] = 300.0
-    """Longest time without a token from an engine that has requests."""
+    """Longest time without a token from an engine that has requests, or without the answer to anything else that it is
+    asked for: to take a part of new weights, to sleep, to wake."""
     max_restarts: NonNegative = 3
     """How often engines that died or hung are started again, all of them together, over the run."""
     engine_args: dict[EngineArgument, EngineValue] = Field(default={})

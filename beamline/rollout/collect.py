@@ -192,7 +192,7 @@ def _complete(
     sampler.submit(asked)
     done: dict[Key, Completion] = {}
     wanted = {request.key: len(request.prefix_ids) for request in asked}
-    last = time.monotonic()
+    last, befell = time.monotonic(), sampler.statistics()
     while len(done) < len(wanted):
         for completion in sampler.poll(_POLL_SECONDS):
             if completion.key not in wanted or completion.finish == "abort":
@@ -204,6 +204,8 @@ def _complete(
             last = time.monotonic()
             for observe in on_finish:
                 observe(completion)
+        if (found := sampler.statistics()) != befell:  # an engine was replaced, which takes its own time
+            befell, last = found, time.monotonic()
         if time.monotonic() - last > deadline:
             missing = [request.key for request in asked if request.key not in done]
             raise SamplingStalledError(

@@ -1,15 +1,20 @@
 """Building the model, the two engines and their channel for a run, all in this process."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from beamline.chat import BeamChat
 from beamline.config.schema import RunConfig
 from beamline.learner.learner import Learner
 from beamline.learner.torch import TorchLearner
+from beamline.learner.torch.evaluation import Evaluation, every_row
 from beamline.model.beam import BeamShape, ModelError
 from beamline.model.layout import DType, WeightKind
 from beamline.model.lora import sites
@@ -17,9 +22,11 @@ from beamline.policy import model, peft
 from beamline.policy.lora import Adapters, lora_shape
 from beamline.policy.positions import rope_theta
 from beamline.policy.weights import module_layout, named_tensors
+from beamline.records import Experience
 from beamline.rollout.local import LocalSampler, Numerics
 from beamline.rollout.sampler import Sampler
 from beamline.rollout.vllm.layout import check_mesh
+from beamline.runtime.probe import probe
 from beamline.runtime.vllm import mesh, require_vllm, vllm_sampler
 from beamline.starter import STARTERS
 from beamline.transfer.local import LocalChannel
@@ -42,6 +49,20 @@ class Engines:
         """Give the sampler the learner's weights."""
         self.learner.send(self.plan)
         self.sampler.receive(self.plan, version, unfinished="abort")
+
+    def agreement(self, deadline: float) -> float:
+        """How far apart sampler and learner are on a few tokens: the mean |delta log p|.
+
+        Raises:
+            ProbeError: they hold different models, or it took longer than ``deadline`` seconds.
+        """
+
+        def evaluate(sequences: list[Experience]) -> list[NDArray[np.float32]]:
+            found = self.learner.forward(sequences, ["logprobs"]).logprobs
+            assert found is not None
+            return found
+
+        return probe(self.sampler, evaluate, self.shape, self.positions, deadline)
 
     def close(self) -> None:
         """End what works for the engines."""
@@ -147,28 +168,43 @@ def load_chat(config: RunConfig) -> BeamChat:
     return chat
 
 
-def build(config: RunConfig, begins: bool = True) -> Engines:
-    """Load the model and build both engines; under adapters the sampler is given the weights once, here.
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What a run computes with: the model, adapters beside it, and a copy that a KL penalty holds it near."""
 
-    A run that does not begin has its learner load a checkpoint next.
+    module: nn.Module
+    adapters: Adapters | None
+    reference: nn.Module | None
+
+
+def load_models(config: RunConfig, begins: bool = True) -> Models:
+    """Load what a run computes with. One that does not begin has its learner load a checkpoint later.
 
     Raises:
         ConfigError: an engine that the run asks for is not installed.
-        EngineFailedError: an engine did not start.
         ModelError: the model folder cannot be used.
     """
-    _require_engine(config)
-    module, adapters, channel = load_module(config), load_adapters(config, begins), LocalChannel()
+    require_engine(config)
+    module, adapters = load_module(config), load_adapters(config, begins)
     needs_copy = config.algorithm.kl.place != "none" and adapters is None
-    reference = load_module(config) if needs_copy else None
-    learner = TorchLearner(module, config.policy, config.learner, channel, adapters, reference)
-    sampler = _sampler(config, module, channel, config.output / "engines")
-    if adapters is not None:
-        base = plan(learner.layout("full"), sampler.layout("full"))
-        learner.send(base)
-        sampler.receive(base, 0, unfinished="abort")
-    moves = plan(learner.layout(learner.kind), sampler.layout(learner.kind))
-    return Engines(learner, sampler, moves, check_model(config), positions(config))
+    return Models(module, adapters, load_module(config) if needs_copy else None)
+
+
+def build(config: RunConfig, models: Models) -> Engines:
+    """Build both engines; under adapters the sampler is given the weights once, here.
+
+    Raises:
+        EngineFailedError: an engine did not start.
+    """
+    module, adapters, channel = models.module, models.adapters, LocalChannel()
+    learner = TorchLearner(module, config.policy, config.learner, channel, adapters, models.reference)
+    with _closed_on_error(_sampler(config, module, channel, config.output / "engines")) as sampler:
+        if adapters is not None:
+            base = plan(learner.layout("full"), sampler.layout("full"))
+            learner.send(base)
+            sampler.receive(base, 0, unfinished="abort")
+        moves = plan(learner.layout(learner.kind), sampler.layout(learner.kind))
+        return Engines(learner, sampler, moves, check_model(config), positions(config))
 
 
 def sampler_of(config: RunConfig, module: nn.Module, version: int, adapters: Adapters | None = None) -> Sampler:
@@ -176,18 +212,48 @@ def sampler_of(config: RunConfig, module: nn.Module, version: int, adapters: Ada
 
     Raises:
         ConfigError, EngineFailedError: as :func:`build`.
+        ProbeError: the engine does not compute what the module does.
     """
     channel = LocalChannel()
-    sampler = _sampler(config, module, channel, None)
+    with _closed_on_error(_sampler(config, module, channel, None)) as sampler:
+        _give(sampler, channel, module, version, adapters)
+        if config.rollout.engine != "local":  # whose kernels are the module's own
+            evaluation, limit = Evaluation(module, config.policy, adapters), config.learner.micro_batch_tokens
+            probe(
+                sampler,
+                lambda sequences: evaluation.of_sequences(sequences, limit, every_row)[0],
+                check_model(config),
+                positions(config),
+                config.rollout.deadline_seconds,
+            )
+        return sampler
+
+
+def _give(sampler: Sampler, channel: LocalChannel, module: nn.Module, version: int, adapters: Adapters | None) -> None:
+    """Bring a module's weights, and adapters, into a sampler."""
     kinds: list[tuple[WeightKind, nn.Module]] = [("full", module)]
     for kind, weights in kinds if adapters is None else [*kinds, ("adapter", adapters)]:
         moves = plan(module_layout(weights), sampler.layout(kind))
         channel.send(moves, named_tensors(weights))
         sampler.receive(moves, version, unfinished="abort")
-    return sampler
 
 
-def _require_engine(config: RunConfig) -> None:
+@contextmanager
+def _closed_on_error(sampler: Sampler) -> Iterator[Sampler]:
+    """A sampler whose processes do not stay behind when what is done with it fails."""
+    try:
+        yield sampler
+    except BaseException:
+        sampler.close()
+        raise
+
+
+def require_engine(config: RunConfig) -> None:
+    """Make sure that what a run samples with is installed, before anything is loaded.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if config.rollout.engine == "vllm":
         require_vllm()
 

@@ -1,9 +1,11 @@
-"""Before the first step: do sampler and learner compute the same of the same tokens?"""
+"""Before anything is trained or measured: does the sampler compute what the model does whose weights it has?"""
+
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from beamline.errors import BeamlineError
-from beamline.learner.learner import Learner
 from beamline.model.beam import BeamShape
 from beamline.records import Completion, Experience, Key, Request, SamplingParams
 from beamline.records.random import stream
@@ -11,8 +13,8 @@ from beamline.rollout.collect import to_rollout
 from beamline.rollout.sampler import Sampler
 
 LIMIT = 0.25
-"""Mean |delta log p| beyond which weights are in the wrong place: rounding to 8 bits makes a few hundredths, one tensor
-that is not where it belongs makes whole units."""
+"""Mean |delta log p| beyond which it is not rounding: of 8 bits that makes a few hundredths. Weights that are not where
+they belong make whole units, but a few of them, such as two experts that were exchanged, may stay below."""
 
 _SAMPLES, _PROMPT, _RESPONSE = 4, 16, 8
 
@@ -21,12 +23,16 @@ class ProbeError(BeamlineError, RuntimeError):
     """Sampler and learner hold different models, though one was given the other's weights."""
 
 
-def probe(sampler: Sampler, learner: Learner, shape: BeamShape, positions: int, deadline: float) -> float:  # type: ignore[type-arg]
-    """Draw a few tokens after a fixed prompt, and have the learner evaluate them: their mean |delta log p|.
+Evaluate = Callable[[list[Experience]], Sequence[NDArray[np.float32]]]
+"""Log-probabilities of every row of sequences, by the model whose weights a sampler was given."""
+
+
+def probe(sampler: Sampler, evaluate: Evaluate, shape: BeamShape, positions: int, deadline: float) -> float:
+    """Draw a few tokens after a fixed prompt, and have them evaluated: their mean |delta log p|.
 
     Args:
-        sampler: with the learner's weights.
-        learner: whose weights they are.
+        sampler: with the weights of what evaluates.
+        evaluate: the learner, or the model alone.
         shape: of the model.
         positions: tokens of the longest sequence that the sampler has room for.
         deadline: seconds that it may take to draw them.
@@ -46,15 +52,14 @@ def probe(sampler: Sampler, learner: Learner, shape: BeamShape, positions: int, 
             raise ProbeError(f"the sampler did not finish {_RESPONSE} tokens of a probe within {deadline:.0f} s")
         done += came
     rollouts = [to_rollout(asked[completion.key], completion) for completion in done]
-    found = learner.forward([Experience(rollout, 0.0) for rollout in rollouts], ["logprobs"]).logprobs
-    assert found is not None
+    found = evaluate([Experience(rollout, 0.0) for rollout in rollouts])
     theirs = np.concatenate([values[r.policy_mask[1:]] for values, r in zip(found, rollouts, strict=True)])
     ours = np.concatenate([rollout.response_logprobs for rollout in rollouts])
     difference = float(np.abs(theirs.astype(np.float64) - ours).mean())
     if not difference <= LIMIT:
         raise ProbeError(
-            f"of {len(ours)} tokens that the sampler drew, the learner finds log-probabilities that differ by "
+            f"of {len(ours)} tokens that the sampler drew, the model finds log-probabilities that differ by "
             f"{difference:.3g} in the mean (at most {LIMIT} can be rounding): the sampler does not compute with the "
-            "learner's weights. Nothing was trained"
+            "weights that it was given. Nothing was trained or measured"
         )
     return difference

@@ -15,7 +15,7 @@ from beamline.report import MetricsWriter, rollouts_path, write_report, write_ro
 from beamline.rollout.rows import rows
 from beamline.runtime.console import RunConsole
 from beamline.runtime.data import Data, load_data, write_data_report
-from beamline.runtime.engines import Engines, base_fingerprint, build, load_chat
+from beamline.runtime.engines import Engines, base_fingerprint, build, load_chat, load_models
 from beamline.runtime.export import export
 from beamline.runtime.resume import (
     ResumeError,
@@ -125,7 +125,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     """Build or resume everything a run needs; while entered, its progress is shown.
 
     Raises:
-        ModelError, DataError, CheckpointError, ResumeError: the run cannot begin or go on.
+        ModelError, DataError, CheckpointError, ResumeError, EngineFailedError: the run cannot begin or go on.
     """
     store = CheckpointStore(config.checkpoint_dir, config.checkpoint.keep)
     checkpoint = resume_from(config, store)
@@ -133,37 +133,24 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     data = load_data(config, chat)
     base = base_fingerprint(config)
     opened = None if checkpoint is None else open_from(config, data, base, checkpoint)
-    with closing(build(config, begins=opened is None)) as engines:
-        if opened is not None:
-            engines.learner.load(opened.reader)
-        with _opened(config, store, checkpoint, opened, engines, chat, data, base) as run:
-            yield run
-
-
-@contextmanager
-def _opened(
-    config: RunConfig,
-    store: CheckpointStore,
-    checkpoint: Path | None,
-    opened: Checkpoint | None,
-    engines: Engines,
-    chat: BeamChat,
-    data: Data,
-    base: str,
-) -> Iterator[Run]:
-    """The run of what was built, alone in its folder."""
+    models = load_models(config, begins=opened is None)
     with alone_in(config.output), alone_in(config.checkpoint.dir) if config.checkpoint.dir else nullcontext():
         if resume_from(config, store) != checkpoint:
             raise ResumeError(f"another process has worked in {config.output} in the meantime; start again")
-        if opened is None:
-            clear_unsaved(config.output)
-        else:
-            go_back(config.output, opened)
-        write_atomic(config.output / "config.yaml", [to_yaml(config).encode()])
-        write_data_report(config.output, data.sets, data.overlap)
         step = 0 if opened is None else opened.step
         state = None if opened is None else run_state(opened)
-        with open_pool(config.reward) as pool, RunConsole(config.steps, step) as console:
+        with (
+            closing(build(config, models)) as engines,
+            open_pool(config.reward) as pool,
+            RunConsole(config.steps, step) as console,
+        ):
+            if opened is None:
+                clear_unsaved(config.output)
+            else:
+                engines.learner.load(opened.reader)
+                go_back(config.output, opened)
+            write_atomic(config.output / "config.yaml", [to_yaml(config).encode()])
+            write_data_report(config.output, data.sets, data.overlap)
             _announce(console, config, data, None if opened is None else step)
             run = Run(
                 config=config,

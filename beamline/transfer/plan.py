@@ -4,10 +4,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
 
+from beamline.errors import BeamlineError
 from beamline.model.layout import Layout, TensorSlice
 
 
-class TransferError(ValueError):
+class TransferError(BeamlineError, ValueError):
     """Two layouts that do not fit together, or a transfer that was not carried out as planned."""
 
 

@@ -28,7 +28,7 @@ def cpu_launches(
 
     def launches(dtype: DType) -> list[Launch]:
         arguments = {"model": str(folder / "model"), "rope_theta": THETA, "positions": CONTEXT, "mesh": asdict(mesh)}
-        settings = {
+        settings: dict[str, Any] = {
             "command": (*PROGRAM, *map(str, options)),
             "arguments": arguments | {"dtype": dtype},
             "environment": {"PYTHONPATH": str(ROOT)},

@@ -172,6 +172,19 @@ def test_the_weights_survive_a_sleep_without_the_cache(
     assert_same(before, run(sampler, requests()))
 
 
+@pytest.mark.parametrize("levels", [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_what_sleeps_may_be_put_to_sleep_again(
+    sampler_factory: SamplerFactory, levels: tuple[int, int], assert_same: AssertSame
+) -> None:
+    bench = sampler_factory(MODULE)
+    before = run(bench.sampler, requests())
+    for level in levels:
+        bench.sampler.sleep(level)
+    bench.sampler.wake(["weights", "cache"])
+    bench.give(MODULE, 1, "keep")
+    assert_same(before, run(bench.sampler, requests()))
+
+
 @pytest.mark.parametrize("unfinished", ["keep", "abort"])
 def test_weights_arrive_before_the_cache_is_taken(
     sampler_factory: SamplerFactory, unfinished: Unfinished, assert_same: AssertSame

@@ -16,17 +16,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from beamline.errors import BeamlineError
 from beamline.model.beam import BeamShape
 from beamline.model.layout import TensorSlice
 from beamline.records import Completion, Key, Request, Support
 from beamline.records.codec import encode
-from beamline.rollout.routes import route_dtype
-from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Memory, Parameter, Started
+from beamline.rollout.routes import RouteError, route_dtype
+from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Memory, Started
 
 _TAGS: dict[Memory, str] = {"weights": "weights", "cache": "kv_cache"}
 
 
-class EngineArgumentError(ValueError):
+class EngineArgumentError(BeamlineError, ValueError):
     """An argument that this vLLM does not know, with the nearest that it does."""
 
 
@@ -67,11 +68,12 @@ class VllmEngine:
         self._names: dict[Key, str] = {}
         self._ended: list[Completion] = []
         self._counter, self._version, self._loading = 0, 0, False
+        self._loads = 0  # of weights, so far
+        self._drawn = 0  # tokens that no step has told of yet
         self.started = Started(
             versions={name: version(name) for name in ("vllm", "torch", "transformers")},
             device=self._on_ranks("beamline_device")[0],
             cache_tokens=config.cache_config.kv_cache_size_tokens or 0,
-            ranks=[[Parameter(*each) for each in rank] for rank in self._on_ranks("beamline_parameters")],
             seconds=time.monotonic() - began,
         )
 
@@ -84,7 +86,7 @@ class VllmEngine:
     def submit(self, asked: Sequence[Asked]) -> None:
         """Begin with requests.
 
-        The salt keeps what was cached under other weights apart: requests that go on under new ones hold old blocks.
+        The salt keeps apart what was cached before a load: requests that go on under new weights hold old blocks.
         """
         from vllm.v1.engine import EngineCoreRequest
 
@@ -102,15 +104,17 @@ class VllmEngine:
                     pooling_params=None,
                     arrival_time=time.time(),
                     lora_request=None,
-                    cache_salt=str(self._version),
+                    cache_salt=str(self._loads),
                     data_parallel_rank=None,
                 )
             )
 
     def step(self) -> tuple[list[Completion], int]:
         """One pass over the batch, or, with asynchronous scheduling, the outcome of an earlier one."""
-        drawn = self._advance() if not self._ended else 0
-        ended, self._ended = self._ended, []
+        if not self._ended:
+            self._advance()
+        ended, drawn = self._ended, self._drawn
+        self._ended, self._drawn = [], 0
         return ended, drawn
 
     def abort(self, keys: Collection[Key]) -> list[Completion]:
@@ -140,6 +144,7 @@ class VllmEngine:
         if not self._open and not self._client.reset_prefix_cache():
             raise RuntimeError(f"weights of version {version}: vLLM kept what it had cached under the old ones")
         self._version, self._loading = version, False
+        self._loads += 1
         return Loaded(checksums)
 
     def sleep(self, level: int) -> DeviceMemory:
@@ -153,29 +158,35 @@ class VllmEngine:
         while self._core.batch_queue or self._core.scheduler.has_requests():  # of what has ended
             self._advance()
         if level == 2:
+            self.wake(["cache"])  # vLLM puts to sleep what is awake, all of it
+            self._on_ranks("beamline_keep")
             return self._measured(lambda: self._client.sleep(2))
         return self._measured(self._release_cache)
 
     def wake(self, what: Collection[Memory]) -> DeviceMemory:
         """Take memory again."""
-        tags = [_TAGS[each] for each in ("weights", "cache") if each in what]
         asleep = self._core.model_executor.sleeping_tags
-        return self._measured(lambda: self._client.wake_up([tag for tag in tags if tag in asleep]))
+        tags = [tag for each, tag in _TAGS.items() if each in what and tag in asleep]
+        memory = self._measured(lambda: self._client.wake_up(tags))
+        if "weights" in tags:
+            self._on_ranks("beamline_put_back")
+        return memory
 
     def stop(self) -> None:
         """End the workers."""
         self._client.shutdown()
 
-    def _advance(self) -> int:
-        outputs = self._client.get_output().outputs
-        return sum(self._take(output) for output in outputs)
+    def _advance(self) -> None:
+        for output in self._client.get_output().outputs:
+            self._take(output)
 
-    def _take(self, output: Any) -> int:
-        """Write down what a request has come to; returns how many tokens are new."""
+    def _take(self, output: Any) -> None:
+        """Write down what a request has come to."""
         one = self._open.get(output.request_id)
         if one is None:  # it was aborted while this was on its way
-            return 0
+            return
         new = output.new_token_ids
+        self._drawn += len(new)
         if new:
             one.tokens += new
             one.versions += [self._version] * len(new)
@@ -189,7 +200,6 @@ class VllmEngine:
             if reason not in ("stop", "length"):
                 raise RuntimeError(f"vLLM ended {one.request.key} with {reason!r}: {output.error}")
             self._ended.append(self._completion(output.request_id, aborted=False))
-        return len(new)
 
     def _support(self, request: Request, tokens: Sequence[int], mask: Any) -> list[NDArray[np.int32]]:
         """The ids that each of some tokens was drawn from; empty where that is the whole vocabulary."""
@@ -220,17 +230,17 @@ class VllmEngine:
         """Experts ``[P + T - 1, L, K]`` of MoE layers; vLLM's rows are of all layers, 0 in dense ones.
 
         Raises:
-            ValueError: a row is missing, or a dense layer has experts: the rows are of other layers than they say.
+            RouteError: a row is missing, or a dense layer has experts: the rows are of other layers than they say.
         """
         if not one.routes or not one.tokens or not self._shape.moe_layers:
             return None
         rows, wanted = np.concatenate(one.routes), len(one.request.prefix_ids) + len(one.tokens) - 1
         layers = self._shape.num_hidden_layers
         if rows.shape[:2] != (wanted, layers):
-            raise ValueError(f"{one.request.key}: vLLM returned routes {rows.shape}, not of {wanted} tokens x {layers}")
+            raise RouteError(f"{one.request.key}: vLLM returned routes {rows.shape}, not of {wanted} tokens x {layers}")
         dense = [layer for layer in range(layers) if layer not in self._shape.moe_layers]
         if rows[:, dense].any():
-            raise ValueError(f"{one.request.key}: vLLM returned experts for dense layers {dense}")
+            raise RouteError(f"{one.request.key}: vLLM returned experts for dense layers {dense}")
         return np.ascontiguousarray(rows[:, list(self._shape.moe_layers)].astype(route_dtype(self._shape)))
 
     def _drain(self) -> None:
@@ -245,8 +255,9 @@ class VllmEngine:
         scheduler.set_pause_state(before)
 
     def _release_cache(self) -> None:
-        self._core.pause_scheduler("abort")
-        self._client.release_kv_cache_memory()
+        if "kv_cache" not in self._core.model_executor.sleeping_tags:  # vLLM refuses to give it back twice
+            self._core.pause_scheduler("abort")
+            self._client.release_kv_cache_memory()
 
     def _measured(self, change: Any) -> DeviceMemory:
         before, began = self._on_ranks("beamline_memory")[0], time.monotonic()

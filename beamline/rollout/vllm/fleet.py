@@ -6,7 +6,7 @@ from itertools import count
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
-from beamline.rollout.vllm.messages import Started, Stop
+from beamline.rollout.vllm.messages import Stop
 from beamline.rollout.vllm.replica import EngineFailedError, Launch, Replica
 
 T = TypeVar("T")
@@ -33,7 +33,8 @@ class Fleet:
         """What each engine has got ready for: the delivery that needs not announce itself again."""
         try:
             self.replicas += (Replica(launch, say) for launch in launches)
-            self.started: list[Started] = [replica.ready() for replica in self.replicas]
+            for replica in self.replicas:
+                self._await(replica)
         except BaseException:
             self.close()
             raise
@@ -67,7 +68,10 @@ class Fleet:
         self._say(f"{error}\nit is started again ({self.restarts} of at most {self._max_restarts} times)")
         self.prepared.pop(replica, None)
         self.replicas[replica] = Replica(self._launches[replica], self._say)
-        self.started[replica] = self.replicas[replica].ready()
+        self._await(self.replicas[replica])
+
+    def _await(self, replica: Replica) -> None:
+        self._say(f"engine {replica.name} is ready: {replica.ready()}")
 
     def close(self) -> None:
         """End all processes."""

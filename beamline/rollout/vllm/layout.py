@@ -32,10 +32,14 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """``part`` lies in ``parameter[box]``; a stack of experts adds a first dimension to the box, 1 long."""
+    """``part`` lies in ``parameter[box]``; a stack of experts adds a first dimension to the box, 1 long.
+
+    ``shape`` is that of the whole parameter.
+    """
 
     part: TensorSlice
     parameter: str
+    shape: tuple[int, ...]
     box: tuple[slice, ...]
 
 
@@ -119,7 +123,7 @@ class _Held:
         for part in self.parts:
             expert, row = divmod(first, self.shape[1 if stacked else 0])
             box = (slice(row, row + part.size[0]), *(slice(0, n) for n in part.size[1:]))
-            yield Placed(part, self.name, (slice(expert, expert + 1), *box) if stacked else box)
+            yield Placed(part, self.name, self.shape, (slice(expert, expert + 1), *box) if stacked else box)
             first += part.size[0]
 
 

@@ -92,22 +92,18 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
 Command: TypeAlias = Start | Submit | Abort | Prepare | Fill | Finish | Sleep | Wake | Stop
 
 
-class Parameter(msgspec.Struct, frozen=True):
-    """A parameter of the running model, as one rank holds it. ``dtype`` is that of the weights it is loaded from."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class Started(msgspec.Struct, frozen=True):
-    """What was built: the versions of libraries, the device, and the parameters of every rank."""
+    """What was built: on which device, by which versions of libraries, with room for how many tokens."""
 
     versions: dict[str, str]
     device: str
     cache_tokens: int
-    ranks: list[list[Parameter]]
     seconds: float
+
+    def __str__(self) -> str:
+        """For whoever watches a run."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"{self.device}, room for {self.cache_tokens:,} tokens ({versions}; {self.seconds:.0f} s)"
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -138,15 +134,19 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):
-    """Sent at least twice a second while tokens are drawn: how many have been, since the start of the process."""
+    """Sent after a step, at most four times a second: how many tokens have been drawn since the process began."""
 
     tokens: int
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The engine's last words: the traceback of what ended it."""
+    """The engine's last words: the traceback of what ended it.
+
+    ``hopeless``: one of our own checks refused something, and would again in an engine started anew.
+    """
 
     traceback: str
+    hopeless: bool = False
 
 
 Report: TypeAlias = Answer | Finished | Progress | Failed

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, Protocol, assert_never
 
+from beamline.errors import BeamlineError
 from beamline.model.layout import TensorSlice
 from beamline.records import Completion, Key
 from beamline.records.codec import decode, encode
@@ -183,9 +184,9 @@ def serve(connection: Connection, build: Callable[[dict[str, Any]], Engine]) -> 
         engine = build(command.arguments)
         outbox.put(Answer(command.number, encode(engine.started)))
         _Service(engine, connection, outbox).run()
-    except Exception:  # noqa: BLE001  whatever it is, the controller must know
+    except Exception as error:  # noqa: BLE001  whatever it is, the controller must know
         traceback.print_exc()
-        outbox.put(Failed(traceback.format_exc()))
+        outbox.put(Failed(traceback.format_exc(), hopeless=isinstance(error, BeamlineError)))
         outbox.close(_LAST_SECONDS)
         raise SystemExit(1) from None
 

@@ -62,7 +62,14 @@ _LAUNCHER = ThreadPoolExecutor(1, "engine launcher")
 
 
 class EngineFailedError(BeamlineError, RuntimeError):
-    """An engine process failed, died, hung or could not be started; nothing of it runs any more."""
+    """An engine process failed, died, hung or could not be started; nothing of it runs any more.
+
+    ``hopeless``: it refused something that another engine would refuse too.
+    """
+
+    def __init__(self, text: str, hopeless: bool = False) -> None:
+        super().__init__(text)
+        self.hopeless = hopeless
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +108,7 @@ class Replica:
         self._answers: dict[int, bytes] = {}
         self._tokens = 0
         self._open: set[Key] = set()  # requests in flight
-        self._last_words = ""
+        self._last_words: Failed | None = None
         self._end: str | None = None  # how it ended, once that is known
         self._failure: EngineFailedError | None = None
         self._closed = False
@@ -250,8 +257,8 @@ class Replica:
             case Progress(tokens):
                 if tokens > self._tokens:
                     self._tokens, self._moved = tokens, now
-            case Failed(traceback):
-                self._last_words = traceback
+            case Failed():
+                self._last_words = report
             case _:
                 assert_never(report)
 
@@ -269,9 +276,10 @@ class Replica:
         """The error to raise; whatever is left of the process is ended first."""
         if self._failure is None:
             left = self._close()
-            cause = root_cause(f"{self._log()}\n{self._last_words}", end)
+            words = self._last_words or Failed("")
+            cause = root_cause(f"{self._log()}\n{words.traceback}", end)
             text = "\n".join(filter(None, [f"engine {self.name} {end}", cause, left, f"its log: {self._launch.log}"]))
-            self._failure = EngineFailedError(text)
+            self._failure = EngineFailedError(text, words.hopeless)
         return self._failure
 
     def _ending(self) -> str:

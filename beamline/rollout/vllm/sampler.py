@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from torch import Tensor
 
+from beamline.config.vllm import TEMPERATURES
 from beamline.model.beam import BeamShape
 from beamline.model.layout import DType, Layout, WeightKind
 from beamline.policy.weights import first_not_finite
@@ -28,9 +29,6 @@ from beamline.transfer.plan import TransferPlan
 T = TypeVar("T")
 
 _GLANCE_SECONDS = 1.0  # between two looks at engines that say nothing
-
-TEMPERATURES = 0.01, 2.0
-"""What vLLM draws with; it raises what is lower to the first, but for 0, and refuses what is higher than the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +194,12 @@ class VllmSampler:
             raise ValueError(f"sleep: level must be 1 or 2, not {level}")
         if self._in_flight:
             raise RuntimeError(f"sleep: {len(self._in_flight)} requests are in flight; poll or abort them first")
+        freed: set[Memory] = {"cache"} if level == 1 else {"cache", "weights"}
+        if freed <= self._asleep:
+            return
         self._remember(self._ask_all(lambda number: Sleep(number, level)))
-        self._asleep |= {"cache"}
+        self._asleep |= freed
         if level == 2:
-            self._asleep |= {"weights"}
             self._weights = None
 
     def wake(self, what: Collection[Memory]) -> None:
@@ -268,6 +268,8 @@ class VllmSampler:
                 self._restore(replica)
                 return action(engine)
             except EngineFailedError as error:
+                if error.hopeless:
+                    raise
                 with suppress(EngineFailedError):
                     self._take(engine)  # what it had finished before
                 self._fleet.replace(replica, error)

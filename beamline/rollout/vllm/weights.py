@@ -56,11 +56,10 @@ class Delivery:
             TransferError: what it holds afterwards is not what was sent.
         """
         engine = fleet.replicas[replica]
-        if fleet.prepared.get(replica) is not self:
+        if fleet.prepared.pop(replica, None) is not self:
             parts = [list(rank) for rank in self._parts]
             fleet.ask(replica, lambda number: Prepare(number, parts, self._bucket_bytes), type(None))
             self._take_memory()
-            fleet.prepared[replica] = self
         under_way: list[int] = []
         for bucket in range(max(map(len, self._copiers))):
             if len(under_way) == _SLOTS:
@@ -72,6 +71,7 @@ class Delivery:
             engine.answer(number, type(None))
         loaded = fleet.ask(replica, lambda number: Finish(number, version), Loaded)
         self._compare(engine.name, loaded.checksums)
+        fleet.prepared[replica] = self  # not before: one that broke off begins anew
 
     def close(self) -> None:
         """Give the memory of buckets back."""

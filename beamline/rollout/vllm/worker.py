@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from beamline.model.beam import BeamShape
+from beamline.model.beam import BeamShape, ModelError
 from beamline.model.layout import DType, TensorSlice
 from beamline.records.codec import decode
 from beamline.rollout.vllm import patches
@@ -29,12 +29,8 @@ class WeightsExtension:
     vllm_config: Any
     device: torch.device
     beamline_loader: "Loader"
+    beamline_flags: Tensor | None
     beamline_shared: dict[bytes, SharedMemory]
-
-    def beamline_parameters(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """Name, shape and type of every parameter of this rank, as they are now."""
-        named = self.model_runner.get_model().named_parameters()
-        return [(name, tuple(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in named]
 
     def beamline_device(self) -> str:
         """What this rank computes on, as our patches have it."""
@@ -71,6 +67,20 @@ class WeightsExtension:
     def beamline_finish(self) -> list[int]:
         """Checksums of a fixed sample of what was given, as it lies there now."""
         return self.beamline_loader.finish()
+
+    def beamline_keep(self) -> None:
+        """Before sleep 2: keep what lies among the weights and is no weight, nor a buffer that vLLM keeps itself."""
+        workspace = self._beamline_workspace()
+        self.beamline_flags = None if workspace is None else workspace.flags.cpu()
+
+    def beamline_put_back(self) -> None:
+        """After it: without its flags Beam's fused all-reduce (ranks joined by NVLink multicast) would wait forever."""
+        workspace = self._beamline_workspace()
+        if workspace is not None and self.beamline_flags is not None:
+            workspace.flags.copy_(self.beamline_flags)
+
+    def _beamline_workspace(self) -> Any:
+        return self.model_runner.get_model().model.allreduce_workspace
 
     def _beamline_close(self) -> None:
         for shared in getattr(self, "beamline_shared", {}).values():
@@ -139,8 +149,10 @@ class Loader:
         Raises:
             RuntimeError: a layer is not complete.
         """
-        if begun := sorted(name for name, layer in self._layers.items() if layer.is_open):
-            raise RuntimeError(f"weights of {', '.join(begun)} were not given completely")
+        if lacking := sorted(name for name, layer in self._layers.items() if layer.missing):
+            raise RuntimeError(f"weights of {', '.join(lacking)} were not given completely")
+        for layer in self._layers.values():
+            layer.await_all()
         for name in {self._module_of(part) for part in self._sampled} - self._layers.keys():
             self._take_checksums(name)
         found = [self._checksums[i] for i in range(len(self._sampled))]
@@ -154,11 +166,21 @@ class Loader:
                 self._checksums[i] = checksum(self._view(part), part.dtype)
 
     def _view(self, part: TensorSlice) -> Tensor:
-        """Where a part lies now, as a tensor of its shape."""
+        """Where a part lies now, as a tensor of its shape.
+
+        Raises:
+            ModelError: the parameter has another shape than a checkpoint's weights, such as one that a kernel pads.
+        """
         place = self._table[part.name]
         module, _, leaf = place.parameter.rpartition(".")
-        whole: Tensor = getattr(self._modules[module], leaf).data[place.box]
-        return _inside(whole, place.part, part)
+        parameter: Tensor = getattr(self._modules[module], leaf).data
+        if parameter.shape != place.shape:
+            raise ModelError(
+                f"vLLM holds {place.parameter} as {tuple(parameter.shape)}, and weights come for {place.shape}: a "
+                "kernel wants it padded; use rollout.vllm.expert_parallel=true, or "
+                "rollout.vllm.engine_args.moe_backend=triton"
+            )
+        return _inside(parameter[place.box], place.part, part)
 
     def _module_of(self, part: TensorSlice) -> str:
         return self._table[part.name].parameter.rpartition(".")[0]
@@ -180,12 +202,16 @@ class _Layer:
 
     def __init__(self, module: nn.Module, elements: int) -> None:
         self._module, self._elements = module, elements
-        self.missing = elements
-        self.is_open = False
+        self._is_open = False
+        self.await_all()
+
+    def await_all(self) -> None:
+        """Another load begins, in which nothing has been given yet."""
+        self.missing = self._elements
 
     def open(self) -> None:
         """Give the layer parameters in the checkpoint's form, with nothing in them; the old ones are kept aside."""
-        if self.is_open:
+        if self._is_open:
             return
         from vllm.model_executor.model_loader.reload import layerwise, meta
 
@@ -194,7 +220,7 @@ class _Layer:
         info.kernel_non_persistent_buffers = set(self._module._non_persistent_buffers_set)
         meta.restore_layer_on_meta(self._module, info)
         meta.materialize_layer(self._module, info)
-        self.missing, self.is_open = self._elements, True
+        self._is_open = True
 
     def close(self) -> None:
         """Process what the layer was given, and copy the outcome over the parameters that its kernels use."""
@@ -207,7 +233,7 @@ class _Layer:
         info = layerwise.get_layerwise_info(layer)
         layerwise._copy_and_restore_kernel_tensors(layer, info)
         info.reset()
-        self.is_open = False
+        self._is_open = False
 
 
 def _inside(whole: Tensor, held: TensorSlice, part: TensorSlice) -> Tensor:

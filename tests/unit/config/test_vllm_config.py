@@ -9,8 +9,8 @@ import pytest
 from beamline.config import ConfigError, RunConfig, load_config, to_yaml
 from beamline.config.describe import describe
 from beamline.config.keys import keys
-from beamline.config.schema import LOCAL_ALONE
 from beamline.config.vllm import OWNED, VllmConfig
+from beamline.config.vllm_rules import LOCAL_ALONE
 
 
 def problems(*overrides: str) -> list[str]:

@@ -12,8 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from beamline.records import Completion, Key, Request, SamplingParams
 from beamline.rollout.vllm import engine
 from beamline.rollout.vllm.engine import VllmEngine
+from beamline.rollout.vllm.messages import Asked
+
+STOP = 9
 
 
 class PauseState(enum.IntEnum):
@@ -59,11 +63,12 @@ class Core:
         self.model_executor = SimpleNamespace(sleeping_tags=set[str]())
         self.answers: dict[str, Callable[..., list[Any]]] = {
             "beamline_device": lambda: ["a GPU"],
-            "beamline_parameters": lambda: [[("norm.weight", (4,), "float32")]],
             "beamline_prepare": lambda *_: [None],
             "beamline_fill": lambda *_: [None],
             "beamline_finish": lambda: [[7]],
             "beamline_memory": lambda: [100],
+            "beamline_keep": lambda: [None],
+            "beamline_put_back": lambda: [None],
         }
 
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
@@ -191,3 +196,20 @@ def mask(*entries: Sequence[int]) -> SimpleNamespace:
     ids = np.array([token for entry in entries for token in entry], np.int64)
     sizes = np.cumsum([0, *map(len, entries)])
     return SimpleNamespace(token_ids=ids, offsets=None if len(entries) == 1 else sizes)
+
+
+def asked(problem: str = "a", prompt: int = 3, seed: int = 5, max_tokens: int = 4, **params: Any) -> Asked:
+    params = {"stop_ids": (STOP,)} | params
+    request = Request(
+        Key("train", 2, problem, 0), np.arange(prompt, dtype=np.int32), SamplingParams(max_tokens, **params)
+    )
+    return Asked(request, seed)
+
+
+def steps(at: Bench, *batches: list[Output]) -> list[Completion]:
+    """Everything that ends with these batches."""
+    at.core.batches.extend(batches)
+    ended: list[Completion] = []
+    while at.engine.busy and (at.core.batches or at.core.batch_queue or at.engine._ended):
+        ended += at.engine.step()[0]
+    return ended

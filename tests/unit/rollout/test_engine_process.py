@@ -137,7 +137,7 @@ def test_what_finishes_while_an_answer_is_awaited_is_kept(start: Callable[..., R
 
 def test_several_answers_can_be_awaited_in_any_order(start: Callable[..., Replica]) -> None:
     replica = start(arguments={"ranks": 2})
-    assert len(replica.ready().ranks) == 2
+    replica.ready()
     for command in (Prepare(1, [[], []], 8), Fill(2, 0, [b"a", b"b"]), Fill(3, 1, [b"c", b""]), Finish(4, 7)):
         replica.send(command)
     assert replica.answer(4, Loaded) == Loaded(

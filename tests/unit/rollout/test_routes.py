@@ -130,6 +130,9 @@ class Recorder:
         asked, self._asked = self._asked, []
         return [self._completion(request) for request in asked]
 
+    def statistics(self) -> dict[str, float]:
+        return {}
+
     def _completion(self, request: Request) -> Completion:
         count = request.params.max_tokens
         routes = trace(len(request.prefix_ids) + count)

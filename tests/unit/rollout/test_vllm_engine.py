@@ -1,4 +1,4 @@
-"""What the engine makes of vLLM's core: of its outputs, of weights that come between two batches, of sleep."""
+"""What the engine makes of vLLM's core: what it asks of it, and what it takes from its outputs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,15 +8,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from beamline.model.layout import TensorSlice
-from beamline.records import Completion, Key, Request, SamplingParams
-from beamline.records.codec import encode
+from beamline.records import Completion
+from beamline.rollout.routes import RouteError
 from beamline.rollout.vllm.engine import EngineArgumentError
-from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Parameter
 from tests.tiny_beam import VOCAB, beam_config
-from tests.unit.rollout.fake_vllm import Bench, Output, PauseState, bench, mask
+from tests.unit.rollout.fake_vllm import STOP, Bench, Output, asked, bench, mask, steps
 
-STOP = 9
 LAYERS, MOE, TOP = 3, (1, 2), 4  # of the tiny model
 
 Make = Callable[..., Bench]
@@ -47,23 +44,6 @@ def two(make: Make) -> Bench:
     return make(depth=2)
 
 
-def asked(problem: str = "a", prompt: int = 3, seed: int = 5, max_tokens: int = 4, **params: Any) -> Asked:
-    params = {"stop_ids": (STOP,)} | params
-    request = Request(
-        Key("train", 2, problem, 0), np.arange(prompt, dtype=np.int32), SamplingParams(max_tokens, **params)
-    )
-    return Asked(request, seed)
-
-
-def steps(at: Bench, *batches: list[Output]) -> list[Completion]:
-    """Everything that ends with these batches."""
-    at.core.batches.extend(batches)
-    ended: list[Completion] = []
-    while at.engine.busy and (at.core.batches or at.core.batch_queue or at.engine._ended):
-        ended += at.engine.step()[0]
-    return ended
-
-
 def rows(count: int, seed: int = 0) -> NDArray[np.int64]:
     """Routes as vLLM gives them: of all layers, with 0 in the dense one."""
     drawn = np.random.default_rng(seed).integers(1, 16, (count, LAYERS, TOP))
@@ -78,7 +58,6 @@ def test_started_says_what_was_built(make: Make) -> None:
     started = make(max_num_seqs=8).engine.started
     assert started.versions == {name: f"{name}'s" for name in ("vllm", "torch", "transformers")}
     assert (started.device, started.cache_tokens) == ("a GPU", 4096)
-    assert started.ranks == [[Parameter("norm.weight", (4,), "float32")]]
 
 
 @pytest.mark.parametrize(
@@ -110,13 +89,6 @@ def test_requests_have_names_of_their_own_for_as_long_as_the_engine_lives(one: B
     one.engine.abort([asked("a").request.key])
     one.engine.submit([asked("a")])
     assert len({request.request_id for request in one.core.added}) == 3
-
-
-def test_what_is_cached_belongs_to_the_version_of_the_weights(one: Bench) -> None:
-    one.engine.submit([asked("a")])
-    load(one, version=3)
-    one.engine.submit([asked("b")])
-    assert [request.cache_salt for request in one.core.added] == ["0", "3"]
 
 
 # Outputs
@@ -278,157 +250,5 @@ def test_more_than_256_experts_take_two_bytes(make: Make, folder: Path) -> None:
     ],
 )
 def test_routes_of_other_tokens_or_layers_are_an_error(one: Bench, given: NDArray[Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=rf"Key\(split='train', step=2, problem='a'.*{problem}"):
+    with pytest.raises(RouteError, match=rf"Key\(split='train', step=2, problem='a'.*{problem}"):
         routed(one, given)
-
-
-# Weights
-
-
-PARTS = [[TensorSlice.whole("model.norm.weight", "float32", (32,))]]
-
-
-def load(at: Bench, version: int) -> Loaded:
-    at.engine.fill(0, [b"memory"])
-    return at.engine.finish(version)
-
-
-def test_ranks_are_told_where_weights_come_from_and_say_what_they_hold(one: Bench) -> None:
-    one.done()
-    one.engine.prepare(PARTS, 512)
-    one.engine.fill(0, [b"here"])
-    one.engine.fill(1, [b""])
-    assert one.engine.finish(1) == Loaded([[7]])
-    assert one.done("reset_prefix_cache") == [
-        ("beamline_prepare", [encode(PARTS[0])], 512),
-        ("beamline_fill", 0, [b"here"]),
-        ("beamline_fill", 1, [b""]),
-        ("beamline_finish",),
-    ]
-
-
-@pytest.mark.parametrize("before", [PauseState.UNPAUSED, PauseState.PAUSED_NEW])
-def test_batches_in_flight_end_before_the_first_weights_are_copied(two: Bench, before: PauseState) -> None:
-    two.engine.submit([asked()])
-    two.core.batches.extend([[Output("1", [4])], [Output("1", [5])], [Output("1", [6])]])
-    two.engine.step()
-    two.core.scheduler.set_pause_state(before)
-    two.done()
-    two.engine.fill(0, [b""])
-    two.engine.fill(1, [b""])
-    assert two.done() == [("output", "1"), ("beamline_fill", 0, [b""]), ("beamline_fill", 1, [b""])]
-    assert len(two.core.batches) == 2  # none was begun
-    assert two.core.scheduler.pause_state == before
-
-
-def test_nothing_is_stepped_for_until_all_weights_are_there(two: Bench) -> None:
-    two.engine.submit([asked()])
-    two.core.batches.extend([[Output("1", [4])], [Output("1", [5])]])
-    two.engine.step()
-    two.engine.fill(0, [b""])
-    assert not two.engine.busy
-    two.engine.finish(1)
-    assert two.engine.busy
-
-
-def test_tokens_have_the_version_that_drew_them(two: Bench) -> None:
-    """Those of a batch that was under way are of the old one."""
-    two.engine.submit([asked()])
-    two.core.batches.extend([[Output("1", [4])]])
-    two.engine.step()
-    load(two, version=6)
-    (ended,) = steps(two, [Output("1", [5])], [Output("1", [STOP], finish_reason="stop")])
-    assert ended.token_ids.tolist() == [4, 5, STOP]
-    assert ended.versions.tolist() == [0, 6, 6]
-
-
-def test_what_ends_while_weights_arrive_is_told_afterwards(two: Bench) -> None:
-    two.engine.submit([asked()])
-    two.core.batches.append([Output("1", [STOP], finish_reason="stop")])
-    two.engine.step()
-    load(two, version=6)
-    assert two.engine.busy
-    ended, drawn = two.engine.step()
-    assert [each.versions.tolist() for each in ended] == [[0]]
-    assert drawn == 0
-    assert not two.engine.busy
-
-
-def test_the_cache_is_forgotten_when_nothing_holds_it(one: Bench) -> None:
-    load(one, version=1)
-    assert ("reset_prefix_cache",) in one.done()
-    one.engine.submit([asked()])
-    load(one, version=2)
-    assert ("reset_prefix_cache",) not in one.done()
-
-
-def test_a_cache_that_is_not_forgotten_ends_the_engine(one: Bench) -> None:
-    one.client.resets = False
-    with pytest.raises(RuntimeError, match="version 1: vLLM kept"):
-        load(one, version=1)
-
-
-# Memory
-
-
-def memory(at: Bench, *amounts: int) -> None:
-    """What is in use at each look."""
-    left = list(amounts)
-    at.core.answers["beamline_memory"] = lambda: [left.pop(0), 0]
-
-
-def test_sleep_gives_back_the_cache_or_all(one: Bench) -> None:
-    one.done()
-    memory(one, 100, 60)
-    found = one.engine.sleep(1)
-    assert (found.before, found.after) == (100, 60)
-    assert one.done("beamline_memory") == [("pause", "abort"), ("release_kv_cache_memory",)]
-    memory(one, 60, 10)
-    one.engine.sleep(2)
-    assert one.done("beamline_memory") == [("sleep", 2)]
-
-
-def test_what_is_still_under_way_ends_before_the_memory_goes(two: Bench) -> None:
-    """vLLM begins with a batch before it knows that the last one was the last."""
-    two.engine.submit([asked()])
-    two.core.batches.extend([[Output("1", [STOP], finish_reason="stop")], [Output("1", [3])], []])
-    while not two.engine.step()[0]:
-        pass
-    two.done()
-    two.engine.sleep(1)
-    assert two.done("beamline_memory") == [
-        ("output", "1"),
-        ("output",),
-        ("pause", "abort"),
-        ("release_kv_cache_memory",),
-    ]
-    assert not two.engine.busy
-
-
-def test_no_memory_is_taken_from_under_a_request(one: Bench) -> None:
-    one.engine.submit([asked()])
-    with pytest.raises(RuntimeError, match="sleep: 1 requests are in flight"):
-        one.engine.sleep(2)
-
-
-@pytest.mark.parametrize(
-    ("asleep", "what", "woken"),
-    [
-        ({"weights", "kv_cache"}, ["cache", "weights"], ["weights", "kv_cache"]),
-        ({"weights", "kv_cache"}, ["weights"], ["weights"]),
-        ({"kv_cache"}, ["weights", "cache"], ["kv_cache"]),
-    ],
-)
-def test_what_sleeps_is_woken_weights_first(one: Bench, asleep: set[str], what: list[Any], woken: list[str]) -> None:
-    one.core.model_executor.sleeping_tags = asleep
-    one.done()
-    memory(one, 10, 100)
-    found = one.engine.wake(what)
-    assert found == DeviceMemory(10, 100, found.seconds)
-    assert one.done("beamline_memory") == [("wake_up", *woken)]
-
-
-def test_stop_ends_the_workers(one: Bench) -> None:
-    one.done()
-    one.engine.stop()
-    assert one.done() == [("shutdown",)]
