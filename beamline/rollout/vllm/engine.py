@@ -158,7 +158,8 @@ class VllmEngine:
         while self._core.batch_queue or self._core.scheduler.has_requests():  # of what has ended
             self._advance()
         if level == 2:
-            self.wake(["cache"])  # vLLM puts to sleep what is awake, all of it
+            if "kv_cache" in self._core.model_executor.sleeping_tags:  # vLLM takes it that nothing sleeps yet
+                self._client.wake_up(["kv_cache"])
             self._on_ranks("beamline_keep")
             return self._measured(lambda: self._client.sleep(2))
         return self._measured(self._release_cache)
