@@ -1,5 +1,6 @@
 """Before anything is trained or measured: does the sampler compute what the model does whose weights it has?"""
 
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -46,10 +47,11 @@ def probe(sampler: Sampler, evaluate: Evaluate, shape: BeamShape, positions: int
     asked = {key: Request(key, ids, params) for key in (Key("eval", 0, "probe", sample) for sample in range(_SAMPLES))}
     sampler.submit(list(asked.values()))
     done: list[Completion] = []
+    end = time.monotonic() + deadline
     while len(done) < len(asked):
-        came = sampler.poll(deadline)
+        came = sampler.poll(max(0.0, end - time.monotonic()))
         if not came:
-            raise ProbeError(f"the sampler did not finish {_RESPONSE} tokens of a probe within {deadline:.0f} s")
+            raise ProbeError(f"the sampler did not finish {params.max_tokens} tokens of a probe in {deadline:.0f} s")
         done += came
     rollouts = [to_rollout(asked[completion.key], completion) for completion in done]
     found = evaluate([Experience(rollout, 0.0) for rollout in rollouts])

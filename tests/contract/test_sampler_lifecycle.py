@@ -172,6 +172,30 @@ def test_the_weights_survive_a_sleep_without_the_cache(
     assert_same(before, run(sampler, requests()))
 
 
+def _after_an_abort(sampler: Sampler, asked: list[Request]) -> None:
+    start(sampler, asked)
+    sampler.abort([wanted.key for wanted in asked])
+
+
+def _after_a_stop(sampler: Sampler, asked: list[Request]) -> None:
+    stops = tuple(range(0, VOCAB, 2))
+    ended = run(sampler, [replace(each, params=replace(each.params, stop_ids=stops)) for each in asked])
+    assert {completion.finish for completion in ended} == {"stop"}
+
+
+@pytest.mark.parametrize("before", [_after_an_abort, _after_a_stop])
+def test_a_sampler_sleeps_at_once_when_nothing_is_in_flight(
+    sampler_factory: SamplerFactory, before: Callable[[Sampler, list[Request]], None], assert_same: AssertSame
+) -> None:
+    """Also where it had begun with tokens that nobody waits for any more."""
+    sampler, asked = sampler_factory(MODULE, slots=8).sampler, requests()[:4]
+    whole = run(sampler, asked)
+    before(sampler, asked)
+    sampler.sleep(1)
+    sampler.wake(["cache"])
+    assert_same(whole, run(sampler, asked))
+
+
 @pytest.mark.parametrize("levels", [(1, 1), (1, 2), (2, 1), (2, 2)])
 def test_what_sleeps_may_be_put_to_sleep_again(
     sampler_factory: SamplerFactory, levels: tuple[int, int], assert_same: AssertSame

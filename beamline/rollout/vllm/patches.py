@@ -6,6 +6,8 @@ extension (``worker.py``), or the records that go into vLLM's engine core and co
 
 from typing import Any
 
+from beamline.errors import BeamlineError
+
 _SHORTCUTS = (
     "allow_bf16x3_router_gemm",
     "allow_cublas_router_gemm",
@@ -15,7 +17,7 @@ _SHORTCUTS = (
 )
 
 
-class UpstreamError(RuntimeError):
+class UpstreamError(BeamlineError, RuntimeError):
     """vLLM has changed where a patch rests on it."""
 
 
@@ -34,13 +36,27 @@ def check() -> None:
     Raises:
         UpstreamError: they are not; vLLM goes on without a plugin that it cannot load.
     """
+    if not _is_replaced():
+        raise UpstreamError(
+            "vLLM did not load Beamline's plugin (its log says why): install Beamline with pip, again if it was "
+            "before, so that its entry point vllm.general_plugins is known; name it in VLLM_PLUGINS where that is set"
+        )
+
+
+def _is_replaced() -> bool:
+    """Whether vLLM's router is replaced by ours.
+
+    Raises:
+        UpstreamError: it is, by somebody else's.
+    """
     from vllm.model_executor.custom_op import op_registry_oot
 
-    if "GateLinear" not in op_registry_oot:
+    router = op_registry_oot.get("GateLinear")
+    if router is not None and router.__module__ != __name__:
         raise UpstreamError(
-            "vLLM did not load Beamline's plugin (its log says why): install Beamline with pip, so that its entry "
-            "point vllm.general_plugins is there, and leave it in VLLM_PLUGINS where that is set"
+            f"another plugin of vLLM replaces its router, {router.__module__}: leave it out (VLLM_PLUGINS)"
         )
+    return router is not None
 
 
 def _exact_router() -> None:
@@ -51,10 +67,9 @@ def _exact_router() -> None:
     batch, and the learner, which multiplies in float32, chooses others. Replaced through vLLM's own extension point for
     layers (``PluggableLayer.register_oot``); what remains is ``torch.nn.functional.linear`` in float32.
     """
-    from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.fused_moe import GateLinear
 
-    if "GateLinear" in op_registry_oot:
+    if _is_replaced():
         return
 
     class ExactRouter(GateLinear):  # type: ignore[misc]

@@ -83,6 +83,12 @@ class Workers:
     def _beamline_memory(self) -> int:
         return 0
 
+    def _beamline_keep(self) -> None:
+        return None
+
+    def _beamline_put_back(self) -> None:
+        return None
+
 
 def executor(workers: Workers) -> Any:
     """vLLM's executor, of one worker in this process."""

@@ -125,9 +125,9 @@ def test_it_asks_for_no_more_than_there_is_room_for(positions: int, prompt: int,
 def test_a_sampler_that_goes_silent_is_not_waited_for_beyond_the_deadline(answered: int) -> None:
     engines = pair()
     silent = Silent(engines.sampler, answered)
-    with pytest.raises(ProbeError, match=r"did not finish 8 tokens of a probe within 60 s"):
+    with pytest.raises(ProbeError, match=r"did not finish 8 tokens of a probe in 60 s"):
         probed(silent, engines.learner)
-    assert set(silent.waited) == {DEADLINE}
+    assert 0 < max(silent.waited) <= DEADLINE
 
 
 def test_nothing_is_left_in_the_sampler() -> None:
