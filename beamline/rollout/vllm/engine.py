@@ -157,12 +157,7 @@ class VllmEngine:
             raise RuntimeError(f"sleep: {len(self._open)} requests are in flight")
         while self._core.batch_queue or self._core.scheduler.has_requests():  # of what has ended
             self._advance()
-        if level == 2:
-            if "kv_cache" in self._core.model_executor.sleeping_tags:  # vLLM takes it that nothing sleeps yet
-                self._client.wake_up(["kv_cache"])
-            self._on_ranks("beamline_keep")
-            return self._measured(lambda: self._client.sleep(2))
-        return self._measured(self._release_cache)
+        return self._measured(self._release_all if level == 2 else self._release_cache)
 
     def wake(self, what: Collection[Memory]) -> DeviceMemory:
         """Take memory again."""
@@ -259,6 +254,15 @@ class VllmEngine:
         if "kv_cache" not in self._core.model_executor.sleeping_tags:  # vLLM refuses to give it back twice
             self._core.pause_scheduler("abort")
             self._client.release_kv_cache_memory()
+
+    def _release_all(self) -> None:
+        asleep = self._core.model_executor.sleeping_tags
+        if "weights" in asleep:
+            return
+        if "kv_cache" in asleep:  # vLLM takes it that nothing sleeps yet
+            self._client.wake_up(["kv_cache"])
+        self._on_ranks("beamline_keep")
+        self._client.sleep(2)
 
     def _measured(self, change: Any) -> DeviceMemory:
         before, began = self._on_ranks("beamline_memory")[0], time.monotonic()
