@@ -52,6 +52,8 @@ def train(config: RunConfig) -> dict[str, float]:
 
 def check_agreement(run: Run) -> None:
     """Make sure that the sampler computes with the learner's weights, before time is spent on it."""
+    if run.config.algorithm.guard.mismatch is None:
+        return
     difference = run.engines.agreement(run.config.rollout.deadline_seconds)
     run.console.print(f"sampler and learner agree on a probe: mean |delta log p| = {difference:.1e}")
 

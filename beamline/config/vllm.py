@@ -1,5 +1,6 @@
 """Generation by vLLM: what of it is set here, and which of vLLM's own arguments stay free. Imports no vLLM."""
 
+from math import isfinite
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, WithJsonSchema, field_validator
@@ -72,6 +73,16 @@ break without a word; and what to do instead, or why."""
 TEMPERATURES = 0.01, 2.0
 """What vLLM draws with; it raises what is lower to the first, but for 0, and refuses what is higher than the second."""
 
+
+def _is_finite(value: JsonValue) -> bool:
+    """Whether no number in plain data is infinite, or none at all."""
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or isfinite(value)
+
+
 EngineArgument = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=100)]
 EngineValue = Annotated[JsonValue, WithJsonSchema({"type": "any value"})]
 
@@ -79,7 +90,7 @@ EngineValue = Annotated[JsonValue, WithJsonSchema({"type": "any value"})]
 class VllmConfig(Section):
     """Generation by vLLM, used with `rollout.engine=vllm`."""
 
-    replicas: Positive = 1
+    replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     """Engine processes, each with all weights; the samples of a problem go to one of them."""
     tensor_parallel: Literal[1, 2, 4, 8] = 1
     """GPUs that share each layer of a replica."""
@@ -114,6 +125,8 @@ class VllmConfig(Section):
     @field_validator("engine_args")
     @classmethod
     def _free_names(cls, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if unclear := [name for name, value in arguments.items() if not _is_finite(value)]:
+            raise ValueError(f"{', '.join(unclear)} cannot hold what is no finite number")
         if taken := [f"{name} cannot be set: {OWNED[name]}" for name in arguments if name in OWNED]:
             raise ValueError("; ".join(taken))
         return arguments

@@ -24,6 +24,7 @@ from beamline.policy.positions import rope_theta
 from beamline.policy.weights import module_layout, named_tensors
 from beamline.records import Experience
 from beamline.rollout.local import LocalSampler, Numerics
+from beamline.rollout.routes import check_routes
 from beamline.rollout.sampler import Sampler
 from beamline.rollout.vllm.layout import check_mesh
 from beamline.runtime.probe import probe
@@ -37,13 +38,17 @@ DTYPE: DType = "float32"  # of exported weights: exactly those that were trained
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The two halves of a run, the plan that joins them, and the shape of their model."""
+    """The two halves of a run, the plan that joins them, and the shape of their model.
+
+    ``positions`` are the tokens of the longest sequence; ``replays`` says whether the learner replays routes.
+    """
 
     learner: Learner[Any]
     sampler: Sampler
     plan: TransferPlan
     shape: BeamShape
     positions: int
+    replays: bool = False
 
     def sync(self, version: int) -> None:
         """Give the sampler the learner's weights."""
@@ -55,9 +60,13 @@ class Engines:
 
         Raises:
             ProbeError: they hold different models, or it took longer than ``deadline`` seconds.
+            RouteError: routes are replayed, and the sampler records none that are possible.
         """
 
         def evaluate(sequences: list[Experience]) -> list[NDArray[np.float32]]:
+            if self.replays:
+                for rollout in (sequence.rollout for sequence in sequences):
+                    check_routes(rollout.key, rollout.routes, len(rollout.token_ids), self.shape)
             found = self.learner.forward(sequences, ["logprobs"]).logprobs
             assert found is not None
             return found
@@ -204,7 +213,7 @@ def build(config: RunConfig, models: Models) -> Engines:
             learner.send(base)
             sampler.receive(base, 0, unfinished="abort")
         moves = plan(learner.layout(learner.kind), sampler.layout(learner.kind))
-        return Engines(learner, sampler, moves, check_model(config), positions(config))
+        return Engines(learner, sampler, moves, check_model(config), positions(config), config.policy.r3)
 
 
 def sampler_of(config: RunConfig, module: nn.Module, version: int, adapters: Adapters | None = None) -> Sampler:

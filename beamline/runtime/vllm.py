@@ -15,7 +15,7 @@ from beamline.rollout.vllm.replica import Launch
 from beamline.rollout.vllm.sampler import VllmSampler
 from beamline.transfer.local import LocalChannel
 
-COMMAND = (sys.executable, "-m", "beamline.rollout.vllm.process")
+COMMAND = (sys.executable, "-P", "-m", "beamline.rollout.vllm.process")  # -P: not what lies in the current folder
 
 
 def mesh(rollout: RolloutConfig) -> Mesh:

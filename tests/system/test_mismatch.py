@@ -171,7 +171,7 @@ def test_the_page_is_drawn_in_a_browser(tmp_path: Path, cli: Cli) -> None:
 MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "no such model": (("nowhere",), "ModelError: model folder nowhere does not exist"),
     "no sequences": (("starter", "--sequences", "0"), "'--sequences'"),
-    "an engine that is not there": (("starter", "--set", "rollout.engine=vllm"), "expected `local`"),
+    "an engine that cannot be taken apart": (("starter", "--set", "rollout.engine=vllm"), "--set rollout=local"),
     "a setting that is not there": (("starter", "--set", "rollout.dtyp=bfloat16"), "did you mean rollout.dtype?"),
 }
 

@@ -87,5 +87,5 @@ def test_routes_that_were_not_recorded_end_the_run(tmp_path: Path, cli: Cli, mon
     monkeypatch.setattr(Slots, "completion", unrecorded)
     ended = cli("train", TINY, f"output={tmp_path}", "policy.r3=true", *UNMEASURED)
     assert ended.code == 1
-    assert "RouteError: Key(split='train', step=1, " in ended.err
+    assert "RouteError: Key(split='eval', step=0, problem='probe', " in ended.err
     assert "the engine recorded nothing" in ended.err

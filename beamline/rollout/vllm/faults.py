@@ -45,7 +45,8 @@ _ADVICE = (
         "cluster managers and people",
     ),
     (
-        r"No CUDA GPUs are available|Failed to infer device type|[Nn]o NVIDIA (driver|GPU)|invalid device ordinal"
+        r"No CUDA GPUs are available|Failed to infer device type|Device string must not be empty"
+        r"|[Nn]o NVIDIA (driver|GPU)|invalid device ordinal"
         r"|CUDA driver version is insufficient|NVML\w*: (Driver|NVML Shared Library) Not",
         "no usable GPU was found: see whether nvidia-smi lists those of CUDA_VISIBLE_DEVICES, and whether vLLM was "
         "built for this driver",

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, Protocol, assert_never
@@ -185,7 +186,8 @@ def serve(connection: Connection, build: Callable[[dict[str, Any]], Engine]) -> 
         outbox.put(Answer(command.number, encode(engine.started)))
         _Service(engine, connection, outbox).run()
     except Exception as error:  # noqa: BLE001  whatever it is, the controller must know
-        traceback.print_exc()
+        with suppress(OSError):  # the disk may be full; the controller must know all the same
+            traceback.print_exc()
         outbox.put(Failed(traceback.format_exc(), hopeless=isinstance(error, BeamlineError)))
         outbox.close(_LAST_SECONDS)
         raise SystemExit(1) from None

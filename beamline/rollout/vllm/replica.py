@@ -14,6 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar, assert_never
 
+import msgspec
+
 from beamline.errors import BeamlineError
 from beamline.records import Key
 from beamline.records.codec import decode
@@ -239,6 +241,9 @@ class Replica:
                 timeout = 0.0
         except (EOFError, OSError):  # OSError: in the middle of a message
             ended = True
+        except (msgspec.MsgspecError, MemoryError) as error:
+            self._end = f"sent what is no report: {error}"
+            return
         if self._last_words:
             self._end = "failed"
         elif ended:
@@ -308,10 +313,13 @@ class Replica:
 
     def _log(self) -> str:
         """What this process has written to its log."""
-        with self._launch.log.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(self._log_start, size - _LOG_BYTES))
-            return file.read().decode(errors="replace")
+        try:
+            with self._launch.log.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(self._log_start, size - _LOG_BYTES))
+                return file.read().decode(errors="replace")
+        except FileNotFoundError:  # somebody removed it; how the engine ended is known all the same
+            return ""
 
     def _close(self) -> str:
         """Kill what is left of the process's group; gives a complaint if the kernel does not end it."""

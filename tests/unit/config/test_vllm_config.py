@@ -216,3 +216,10 @@ def test_a_recorded_support_is_bounded(filter: str) -> None:
     assert found.startswith("rollout.record_support=true needs a rollout.top_k with vllm")
     vllm_of(*chosen, "rollout.top_k=1000")
     load_config(None, chosen)
+
+
+@pytest.mark.parametrize("value", [".nan", "[1, .inf]", "{a: {b: -.inf}}"])
+def test_an_argument_of_vllm_holds_no_number_that_is_none(value: str) -> None:
+    """It would be written into the state of the run, and that could not be read again."""
+    with pytest.raises(ConfigError, match="x cannot hold what is no finite number"):
+        load_config(None, ["rollout=vllm", f"rollout.vllm.engine_args.x={value}"])

@@ -134,6 +134,7 @@ def test_without_a_failure_the_end_of_the_log_is_shown() -> None:
         ("ValueError: No available memory for the cache blocks. Try increasing", "raise rollout.vllm.memory_share"),
         ("RuntimeError: No CUDA GPUs are available", "no usable GPU"),
         ("RuntimeError: Failed to infer device type, please set the environment", "no usable GPU"),
+        ("RuntimeError: Device string must not be empty", "no usable GPU"),
         (NCCL, "NCCL_DEBUG=INFO"),
     ],
 )

@@ -457,3 +457,13 @@ def test_nobody_waits_for_the_other_side_to_read() -> None:
         outbox.put(Failed(text))
     assert [decode(theirs.recv_bytes(), Report) for _ in texts] == [Failed(text) for text in texts]
     outbox.close(LONG)
+
+
+def test_a_log_that_is_gone_hides_nothing(start: Callable[..., Replica], tmp_path: Path) -> None:
+    replica = start()
+    replica.ready()
+    for log in tmp_path.rglob("*.log"):
+        log.unlink()
+    os.kill(replica.pid, signal.SIGKILL)
+    with pytest.raises(EngineFailedError, match="was killed by SIGKILL"):
+        replica.ask(Prepare(1, [[]], 8), NoneType)

@@ -260,7 +260,7 @@ def test_each_engine_is_told_its_gpus_and_its_log(built: Callable[..., Built], t
     assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in launches] == ["0,1", "2,3"]
     assert [each.log for each in launches] == [tmp_path / "engines" / f"vllm-{n}.log" for n in (0, 1)]
     assert {(each.start_seconds, each.token_seconds) for each in launches} == {(60, 9)}
-    assert {each.command for each in launches} == {(sys.executable, "-m", "beamline.rollout.vllm.process")}
+    assert {each.command for each in launches} == {(sys.executable, "-P", "-m", "beamline.rollout.vllm.process")}
     assert sampler.arguments[0].arguments[1] == 3
 
 

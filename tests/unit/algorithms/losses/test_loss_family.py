@@ -95,7 +95,7 @@ def test_what_is_not_marked_learns_as_without_bounds(config: Any, rows: list[Tok
         unbounded = -exp(logprob - anchor) * advantage
         if mark == 0:
             assert float(gradient) == pytest.approx(unbounded, rel=1e-12, abs=1e-12)
-        else:
+        elif unbounded != 0:  # what is not 0 may be too small to be held
             assert abs(float(gradient)) < abs(unbounded) or config.name == "cispo"
             assert float(gradient) == 0 or config.name == "cispo"
             assert (logprob > anchor) == (mark == 1)
