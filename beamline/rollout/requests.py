@@ -1,10 +1,10 @@
-"""What every sampler refuses at the door: requests that it could not finish."""
+"""What every sampler does with requests: refuse those that it could not finish, give back those that it never began."""
 
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from beamline.records import Key, Request
+from beamline.records import Completion, Key, Request, Support
 
 
 def check_requests(requests: Sequence[Request], in_flight: Collection[Key], positions: int, vocab_size: int) -> None:
@@ -37,3 +37,10 @@ def _check(request: Request, positions: int, vocab_size: int) -> None:
     unknown = named[(named < 0) | (named >= vocab_size)]
     if len(unknown):
         raise ValueError(f"submit: {request.key} has token {unknown[0]}; the vocabulary has {vocab_size}")
+
+
+def unbegun(request: Request) -> Completion:
+    """What there is of a request that was aborted before it began: nothing."""
+    empty = request.prefix_ids[:0]
+    support = Support.unrestricted(0) if request.params.record_support else None
+    return Completion(request.key, empty, empty.astype("float32"), empty, None, "abort", support)

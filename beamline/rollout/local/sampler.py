@@ -13,12 +13,12 @@ from beamline.model.beam import BeamShape
 from beamline.model.layout import Layout, WeightKind
 from beamline.model.lora import LoraShape
 from beamline.policy.weights import first_not_finite
-from beamline.records import Completion, Key, Request, Support
+from beamline.records import Completion, Key, Request
 from beamline.rollout.local.beam import BeamDecoder, Numerics, decoder_layout
 from beamline.rollout.local.cache import SlotCache
 from beamline.rollout.local.slots import Slots
 from beamline.rollout.local.worker import Drawn, NotFiniteError, Worker, joined
-from beamline.rollout.requests import check_requests
+from beamline.rollout.requests import check_requests, unbegun
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import TransferPlan
 
@@ -101,7 +101,7 @@ class LocalSampler:
         unstarted = [request for request in self._waiting if request.key in wanted]
         self._waiting = deque(request for request in self._waiting if request.key not in wanted)
         self._in_flight -= wanted
-        return finished + self._end_active(wanted) + [_nothing(request) for request in unstarted]
+        return finished + self._end_active(wanted) + [unbegun(request) for request in unstarted]
 
     def layout(self, kind: WeightKind) -> Layout:
         """One rank that holds everything."""
@@ -229,9 +229,3 @@ class LocalSampler:
         completions = [self._slots.completion(slot, "abort") for slot in slots]
         self._slots.release(slots)
         return completions
-
-
-def _nothing(request: Request) -> Completion:
-    empty = request.prefix_ids[:0]
-    support = Support.unrestricted(0) if request.params.record_support else None
-    return Completion(request.key, empty, empty.astype("float32"), empty, None, "abort", support)

@@ -1,12 +1,12 @@
 """The engine processes of a sampler, together: started side by side, asked together, replaced when one fails."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
-from beamline.rollout.vllm.messages import Stop
 from beamline.rollout.vllm.replica import EngineFailedError, Launch, Replica
 
 T = TypeVar("T")
@@ -74,9 +74,11 @@ class Fleet:
         self._say(f"engine {replica.name} is ready: {replica.ready()}")
 
     def close(self) -> None:
-        """End all processes."""
-        for replica in self.replicas:
-            replica.send(Stop())  # so that they end side by side
-        for replica in self.replicas:
+        """End all processes, side by side: one that does not listen is given its seconds only once."""
+        if not self.replicas:
+            return
+        with ThreadPoolExecutor(len(self.replicas), "engine end") as pool:
+            endings = [pool.submit(replica.stop) for replica in self.replicas]
+        for ending in endings:
             with suppress(EngineFailedError):  # that the kernel does not end one keeps none of the others alive
-                replica.stop()
+                ending.result()

@@ -15,9 +15,9 @@ from beamline.config.vllm import TEMPERATURES
 from beamline.model.beam import BeamShape
 from beamline.model.layout import DType, Layout, WeightKind
 from beamline.policy.weights import first_not_finite
-from beamline.records import Completion, Key, Request, Support
+from beamline.records import Completion, Key, Request
 from beamline.records.random import stream
-from beamline.rollout.requests import check_requests
+from beamline.rollout.requests import check_requests, unbegun
 from beamline.rollout.vllm.fleet import Fleet
 from beamline.rollout.vllm.layout import Mesh, engine_layout
 from beamline.rollout.vllm.messages import Abort, Asked, DeviceMemory, Memory, Sleep, Submit, Wake
@@ -150,7 +150,7 @@ class VllmSampler:
         self._take_in()  # what ended before it could be stopped
         stopped |= {completion.key: completion for completion in self._ready if completion.key in flights}
         self._ready = [completion for completion in self._ready if completion.key not in flights]
-        return [stopped.get(key) or _nothing(flight.request) for key, flight in flights.items()]
+        return [stopped.get(key) or unbegun(flight.request) for key, flight in flights.items()]
 
     def layout(self, kind: WeightKind) -> Layout:
         """The ranks of all engines, one engine after the other.
@@ -306,12 +306,6 @@ class VllmSampler:
 
     def _remember(self, memory: Sequence[DeviceMemory]) -> None:
         self.memory = memory[0]
-
-
-def _nothing(request: Request) -> Completion:
-    empty = request.prefix_ids[:0]
-    support = Support.unrestricted(0) if request.params.record_support else None
-    return Completion(request.key, empty, empty.astype("float32"), empty, None, "abort", support)
 
 
 def request_seed(seed: int, key: Key) -> int:
