@@ -32,10 +32,10 @@ from rich.table import Table
 
 from beamline.chat import BeamChat
 from beamline.model.beam import BeamShape, tensors
-from beamline.policy.weights import TORCH_DTYPES
 from beamline.runtime.engines import DTYPE, load_module, sampler_of
 from beamline.runtime.timing import peak_memory
 from beamline.starter import STARTER
+from beamline.transfer.dtypes import TORCH_DTYPES
 from benchmarks.harness import parser, write
 from benchmarks.workload import as_ours, problems, requests, run_config, sample
 

@@ -21,7 +21,8 @@ from beamline.records import Completion, Key
 from beamline.rollout.local import LocalSampler, Numerics
 from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Memory, Started
 from beamline.rollout.vllm.process import attach, serve
-from beamline.transfer.buckets import TORCH_DTYPES, Copier, buckets, checksum, sample
+from beamline.transfer.buckets import Copier, buckets, checksum, sample
+from beamline.transfer.dtypes import TORCH_DTYPES
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.memory import attach as attach_memory
 from beamline.transfer.plan import plan
@@ -111,7 +112,7 @@ class CpuEngine:
         self._loading = False
         held = cast(Any, self._sampler)._decoder.named
         return Loaded(
-            [[checksum(held[part.name][_box(part)], part.dtype) for part in sample(rank)] for rank in self._parts]
+            [[checksum(held[part.name][part.index], part.dtype) for part in sample(rank)] for rank in self._parts]
         )
 
     def sleep(self, level: int) -> DeviceMemory:
@@ -126,7 +127,7 @@ class CpuEngine:
         self._sampler.close()
 
     def _place(self, part: TensorSlice) -> Tensor:
-        return self._arrived[part.name][_box(part)]
+        return self._arrived[part.name][part.index]
 
     def _renamed(self, completions: Sequence[Completion]) -> list[Completion]:
         return [replace(each, key=self._asked.pop(each.key)) for each in completions]
@@ -143,10 +144,6 @@ class CpuEngine:
         self._calls += 1
         if self._calls > options.after and (options.once is None or _made(options.once)):
             FAULTS[options.fault]()
-
-
-def _box(part: TensorSlice) -> tuple[slice, ...]:
-    return part.within(TensorSlice.whole(part.name, part.dtype, part.shape))
 
 
 def _made(path: Path) -> bool:

@@ -1,6 +1,5 @@
 """Engine processes for the contract of samplers. Samplers take turns, each with its own weights."""
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -16,16 +15,13 @@ from beamline.rollout.vllm.layout import Mesh
 from beamline.rollout.vllm.messages import Submit, Wake
 from beamline.rollout.vllm.replica import Launch
 from beamline.rollout.vllm.sampler import VllmSampler
+from beamline.runtime.vllm import say
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
 from tests.contract.engines import PairBench, SamplerBench, Unfinished, torch_learner
 from tests.tiny_beam import CONTEXT, beam_shape
 
 BUCKET_BYTES = 1 << 14
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 class InTurn(VllmSampler):

@@ -36,6 +36,11 @@ class TensorSlice:
         """Shape of the box."""
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Index of the box in the whole tensor."""
+        return tuple(map(slice, self.start, self.stop))
+
     def intersect(self, other: "TensorSlice") -> "TensorSlice | None":
         """The part that two slices of one tensor share, or None.
 

@@ -21,7 +21,8 @@ from beamline.policy import attention, hooks
 from beamline.policy.dropout import Dropout
 from beamline.policy.hooks import Brought
 from beamline.policy.lora import Adapters
-from beamline.policy.weights import DTYPE_NAMES, TORCH_DTYPES, named_tensors
+from beamline.policy.weights import named_tensors
+from beamline.transfer.dtypes import DTYPE_NAMES, TORCH_DTYPES
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -10,16 +10,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from beamline.model.layout import DType, Layout, TensorSlice
+from beamline.model.layout import Layout, TensorSlice
 from beamline.policy.lora import Adapters
-
-TORCH_DTYPES: dict[DType, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "uint8": torch.uint8,
-}
-DTYPE_NAMES = {value: name for name, value in TORCH_DTYPES.items()}
+from beamline.transfer.dtypes import DTYPE_NAMES
 
 Split = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
 """Views of an in-memory tensor under the names of what is stored of it."""

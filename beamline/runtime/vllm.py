@@ -61,17 +61,18 @@ def vllm_sampler(
         EngineFailedError: an engine did not start.
     """
     require_vllm()
+    environments = [environment(rollout, replica) for replica in range(rollout.vllm.replicas)]
     folder = logs or Path(tempfile.mkdtemp(prefix="beamline-engines-"))
     launches = [
         Launch(
             command=COMMAND,
             arguments=engine_arguments(rollout, routes, model, positions),
-            environment=environment(rollout, replica),
+            environment=each,
             log=folder / f"vllm-{replica}.log",
             start_seconds=rollout.vllm.start_seconds,
             token_seconds=rollout.vllm.token_seconds,
         )
-        for replica in range(rollout.vllm.replicas)
+        for replica, each in enumerate(environments)
     ]
     fleet = Fleet(launches, rollout.vllm.max_restarts, say)
     bucket_bytes = rollout.vllm.bucket_mb << 20

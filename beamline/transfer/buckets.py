@@ -5,14 +5,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import get_args
 
 import torch
 from torch import Tensor
 
 from beamline.model.layout import DType, TensorSlice
-
-TORCH_DTYPES: dict[DType, torch.dtype] = {name: getattr(torch, name) for name in get_args(DType)}
+from beamline.transfer.dtypes import TORCH_DTYPES
 
 _ALIGNMENT = 16  # bytes; where another type begins, so that the buffer can be looked at as that type
 _SAMPLED_ELEMENTS = 1 << 14  # of a part in a sample

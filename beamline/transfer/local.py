@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from beamline.model.layout import TensorSlice
 from beamline.transfer.plan import TransferError, TransferPlan
 
 
@@ -40,6 +39,5 @@ class LocalChannel:
         """
         source = self.take(plan)
         for move in plan.moves:
-            part = move.part
-            box = part.within(TensorSlice.whole(part.name, part.dtype, part.shape))
-            tensors[part.name][box].copy_(source[part.name][box])
+            name, index = move.part.name, move.part.index
+            tensors[name][index].copy_(source[name][index])

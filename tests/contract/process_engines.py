@@ -1,15 +1,19 @@
 """Engine processes that compute on the CPU, and what starts them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import beamline
 from beamline.model.layout import DType
 from beamline.policy import model
 from beamline.rollout.vllm.layout import Mesh
 from beamline.rollout.vllm.replica import Launch
+from tests.contract.engines import SamplerFactory
+from tests.contract.sampling import AssertSame, assert_same_bits
 from tests.cpu_engine import PROGRAM
 from tests.shared_engines import SharedEngines
 from tests.tiny_beam import CONTEXT, THETA, random_beam
@@ -43,3 +47,21 @@ def cpu_launches(
 def cpu_engines(folder: Path, count: int, max_restarts: int = 0) -> SharedEngines:
     """Engines that wait when something has ended, so that a test finds the rest unfinished."""
     return SharedEngines(cpu_launches(folder, count, "--waits"), MESH, max_restarts)
+
+
+@pytest.fixture(name="sampler_factory")
+def sampler_by_one_process(one_process: SharedEngines) -> Iterator[SamplerFactory]:
+    yield one_process.sampler
+    one_process.end_test()
+
+
+@pytest.fixture(name="sampler_factory")
+def sampler_by_two_processes(two_processes: SharedEngines) -> Iterator[SamplerFactory]:
+    yield two_processes.sampler
+    two_processes.end_test()
+
+
+@pytest.fixture
+def assert_same() -> AssertSame:
+    """Engine processes promise the bits of the sampler in this process."""
+    return assert_same_bits

@@ -1,21 +1,4 @@
 """The contract of samplers, by an engine process of the CPU: it promises the same bits."""
 
-from collections.abc import Iterator
-
-import pytest
-
-from tests.contract.engines import SamplerFactory
-from tests.contract.sampling import AssertSame, assert_same_bits
+from tests.contract.process_engines import assert_same, sampler_by_one_process  # noqa: F401
 from tests.contract.test_recorded_routes import *  # noqa: F403
-from tests.shared_engines import SharedEngines
-
-
-@pytest.fixture
-def sampler_factory(one_process: SharedEngines) -> Iterator[SamplerFactory]:
-    yield one_process.sampler
-    one_process.end_test()
-
-
-@pytest.fixture
-def assert_same() -> AssertSame:
-    return assert_same_bits

@@ -19,10 +19,10 @@ from beamline.rollout.vllm.fleet import Fleet
 from beamline.rollout.vllm.layout import Mesh
 from beamline.rollout.vllm.messages import Asked, Submit
 from beamline.rollout.vllm.sampler import VllmSampler
+from beamline.runtime.vllm import say
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
 from tests.gpu.engines import launch
-from tests.shared_engines import say
 from tests.tiny_beam import random_beam
 
 SIZES: dict[str, Any] = {

@@ -18,10 +18,10 @@ PACKAGE = Path(beamline.__file__).parent
 ORDER = (
     ("errors",),
     ("config", "records", "model", "kernels"),
-    ("chat", "algorithms", "checkpoint"),
+    ("chat", "algorithms", "checkpoint", "transfer"),
     ("tasks", "starter"),  # graders read channels; the starter's tokenizer has the chat's control tokens
     ("data",),  # problems are generated and checked by tasks
-    ("policy", "transfer", "report", "starter.lessons"),  # the report strips known instructions off questions
+    ("policy", "report", "starter.lessons"),  # the report strips known instructions off questions
     ("rollout", "learner"),
     ("runtime",),
     ("evaluate", "mismatch", "starter.build"),

@@ -26,8 +26,9 @@ from beamline.model.layout import Layout, TensorSlice, WeightKind
 from beamline.policy import model
 from beamline.policy.dropout import Dropout
 from beamline.policy.lora import Adapters
-from beamline.policy.weights import DTYPE_NAMES, first_not_finite, module_layout, named_tensors, raw
+from beamline.policy.weights import first_not_finite, module_layout, named_tensors, raw
 from beamline.records import Batch, Experience, pack
+from beamline.transfer.dtypes import DTYPE_NAMES
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import TransferPlan
 

@@ -5,8 +5,9 @@ traceback included, begins with its prefix) beside raw tracebacks of Python.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile, islice
 
 STACK = "Stack (most recent call first):"
 """What faulthandler writes above the stack of a thread."""
@@ -106,18 +107,20 @@ def _exceptions(lines: Sequence[_Line]) -> Iterator[tuple[int, str]]:
     for start, line in enumerate(lines):
         if line.text != _TRACEBACK or line.level not in ("", "ERROR", "CRITICAL"):
             continue
-        own = [each for each in lines[start + 1 :] if (each.source, each.record) == (line.source, line.record)]
-        message = _message([each.text for each in own])
-        before = next((each.text for each in reversed(lines[:start]) if each.source == line.source), "")
+        following = (lines[n] for n in range(start + 1, len(lines)))
+        own = (each.text for each in following if (each.source, each.record) == (line.source, line.record))
+        message = _message(own)
+        preceding = (lines[n] for n in range(start - 1, -1, -1))
+        before = next((each.text for each in preceding if each.source == line.source), "")
         if message and not before.startswith(("Exception ignored in", "--- Logging error")):
             yield start, message
 
 
-def _message(texts: Sequence[str]) -> str:
-    """The exception below the frames of a traceback."""
-    begin = next((n for n, text in enumerate(texts) if text and not text[0].isspace()), len(texts))
+def _message(texts: Iterable[str]) -> str:
+    """The exception below the frames of a traceback; no more is read than that."""
+    below = dropwhile(lambda text: not text or text[0].isspace(), texts)
     message: list[str] = []
-    for text in texts[begin : begin + _MESSAGE_LINES]:
+    for text in islice(below, _MESSAGE_LINES):
         if not text or text == _TRACEBACK or text.startswith(_CHAINED):
             break
         message.append(text)

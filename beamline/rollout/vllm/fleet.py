@@ -29,8 +29,6 @@ class Fleet:
         self._numbers = count(1)
         self.restarts = 0
         self.replicas: list[Replica] = []
-        self.prepared: dict[int, object] = {}
-        """What each engine has got ready for: the delivery that needs not announce itself again."""
         try:
             self.replicas += (Replica(launch, say) for launch in launches)
             for replica in self.replicas:
@@ -66,7 +64,6 @@ class Fleet:
             raise EngineFailedError(f"{error}\n{times}") from error
         self.restarts += 1
         self._say(f"{error}\nit is started again ({self.restarts} of at most {self._max_restarts} times)")
-        self.prepared.pop(replica, None)
         self.replicas[replica] = Replica(self._launches[replica], self._say)
         self._await(self.replicas[replica])
 

@@ -124,6 +124,8 @@ class Replica:
             theirs.close()
         self.connection = Connection(ours.detach())
         """For :func:`multiprocessing.connection.wait`, over several replicas: when it is ready, so is :meth:`take`."""
+        self.prepared_for: object = None
+        """The delivery of weights that it has got ready for, which needs not announce itself again."""
         self._outbox = Outbox(self.connection)
         self.send(Start(_START_NUMBER, launch.arguments))
 

@@ -182,10 +182,10 @@ class VllmSampler:
         if wrong is not None:
             raise FloatingPointError(f"{wrong} of version {version} holds values that are not finite")
         deliveries = self._deliveries(plan, source)
+        sums = []
         for replica, delivery in enumerate(deliveries):
-            self._on(replica, partial(self._deliver, replica, delivery, version))
+            sums.append(self._on(replica, partial(self._deliver, replica, delivery, version)))
             self._reissue(replica)  # if it failed meanwhile, with requests that were to go on
-        sums = [delivery.checksums() for delivery in deliveries]
         self._weights = _Weights(version, deliveries, sums, self._fleet.replicas.copy())
 
     def sleep(self, level: int) -> None:
@@ -244,8 +244,8 @@ class VllmSampler:
         """Partials of what an engine has not ended."""
         return engine.ask(Abort(self._fleet.number(), keys), list[Completion])
 
-    def _deliver(self, replica: int, delivery: Delivery, version: int, _: Replica) -> None:
-        delivery.deliver(self._fleet, replica, version)
+    def _deliver(self, replica: int, delivery: Delivery, version: int, _: Replica) -> list[list[int]]:
+        return delivery.deliver(self._fleet, replica, version)
 
     def _deliveries(self, plan: TransferPlan, source: Mapping[str, Tensor]) -> list[Delivery]:
         """One for each engine; the same as last time where the plan and the tensors are."""

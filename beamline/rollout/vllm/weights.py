@@ -48,15 +48,16 @@ class Delivery:
         """Of a fixed sample of what each rank is given, as the source has it now."""
         return [[checksum(self._view(part), part.dtype) for part in sampled] for sampled in self._samples]
 
-    def deliver(self, fleet: Fleet, replica: int, version: int) -> None:
-        """Bring the weights into an engine, which stamps tokens with ``version`` from then on.
+    def deliver(self, fleet: Fleet, replica: int, version: int) -> list[list[int]]:
+        """Bring the weights into an engine, which stamps tokens with ``version`` from then on; gives their checksums.
 
         Raises:
             EngineFailedError: the engine failed meanwhile.
             TransferError: what it holds afterwards is not what was sent.
         """
         engine = fleet.replicas[replica]
-        if fleet.prepared.pop(replica, None) is not self:
+        prepared_for, engine.prepared_for = engine.prepared_for, None
+        if prepared_for is not self:
             parts = [list(rank) for rank in self._parts]
             fleet.ask(replica, lambda number: Prepare(number, parts, self._bucket_bytes), type(None))
             self._take_memory()
@@ -70,8 +71,10 @@ class Delivery:
         for number in under_way:
             engine.answer(number, type(None))
         loaded = fleet.ask(replica, lambda number: Finish(number, version), Loaded)
-        self._compare(engine.name, loaded.checksums)
-        fleet.prepared[replica] = self  # not before: one that broke off begins anew
+        sent = self.checksums()
+        self._compare(engine.name, sent, loaded.checksums)
+        engine.prepared_for = self  # not before: one that broke off begins anew
+        return sent
 
     def close(self) -> None:
         """Give the memory of buckets back."""
@@ -81,7 +84,7 @@ class Delivery:
         self._memory = []
 
     def _view(self, part: TensorSlice) -> Tensor:
-        return self._source[part.name][part.within(TensorSlice.whole(part.name, part.dtype, part.shape))]
+        return self._source[part.name][part.index]
 
     def _take_memory(self) -> None:
         """New memory, because that of a GPU has one reader in all its life."""
@@ -104,9 +107,9 @@ class Delivery:
             described.append(slot.descriptor)
         return described
 
-    def _compare(self, engine: str, found: Sequence[Sequence[int]]) -> None:
-        for rank, (sent, came) in enumerate(zip(self.checksums(), found, strict=True)):
-            for part, one, other in zip(self._samples[rank], sent, came, strict=True):
+    def _compare(self, engine: str, sent: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> None:
+        for rank, (ours, theirs) in enumerate(zip(sent, found, strict=True)):
+            for part, one, other in zip(self._samples[rank], ours, theirs, strict=True):
                 if one != other:
                     raise TransferError(
                         f"engine {engine}, rank {rank}: {part.start}:{part.stop} of {part.name} is not what was sent "

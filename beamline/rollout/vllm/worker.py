@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from beamline.model.beam import BeamShape, ModelError
-from beamline.model.layout import DType, TensorSlice
+from beamline.model.layout import TensorSlice
 from beamline.records.codec import decode
 from beamline.rollout.vllm import patches
 from beamline.rollout.vllm.layout import Mesh, Placed, placed
 from beamline.transfer.buckets import Copier, buckets, checksum, sample
+from beamline.transfer.dtypes import DTYPE_NAMES
 from beamline.transfer.memory import SharedMemory, attach
 
 
@@ -48,8 +49,7 @@ class WeightsExtension:
         rank, config = self._beamline_rank(), self.vllm_config
         given = decode(parts[rank], list[TensorSlice])
         shape = BeamShape.from_folder(Path(config.model_config.model))
-        names: dict[torch.dtype, DType] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-        table = placed(shape, _mesh(config.parallel_config), rank, names[config.model_config.dtype])
+        table = placed(shape, _mesh(config.parallel_config), rank, DTYPE_NAMES[config.model_config.dtype])
         self._beamline_close()
         self.beamline_loader = Loader(self.model_runner.get_model(), table, given, bucket_bytes)
 

@@ -7,8 +7,8 @@ import pytest
 
 from beamline.model.beam import BeamShape, ModelError, tensors
 from beamline.model.lora import ExpertAdapters, LoraShape, adapter_tensors, sites
+from tests.release_beam import RELEASE
 from tests.tiny_beam import beam_shape
-from tests.unit.model.test_beam_tensors import RELEASE
 
 SHAPE = beam_shape()  # a dense layer and two with 16 experts
 DENSE = beam_shape(mlp_layer_types=["dense"] * 3)

@@ -12,10 +12,6 @@ def box(start: tuple[int, ...], stop: tuple[int, ...], name: str = "w") -> Tenso
     return TensorSlice(name, "float32", SHAPE, start, stop)
 
 
-def index(part: TensorSlice) -> tuple[slice, ...]:
-    return part.within(TensorSlice.whole(part.name, part.dtype, part.shape))
-
-
 @st.composite
 def boxes(draw: st.DrawFn) -> TensorSlice:
     start = tuple(draw(st.integers(0, n - 1)) for n in SHAPE)
@@ -59,13 +55,13 @@ def test_boxes_that_only_touch_share_nothing() -> None:
 @given(a=boxes(), b=boxes())
 def test_the_intersection_holds_exactly_the_shared_elements(a: TensorSlice, b: TensorSlice) -> None:
     marks = np.zeros(SHAPE, np.int8)
-    marks[index(a)] += 1
-    marks[index(b)] += 1
+    marks[a.index] += 1
+    marks[b.index] += 1
     shared = a.intersect(b)
     found = np.zeros(SHAPE, np.int8)
     if shared is not None:
-        found[index(shared)] = 1
-        assert shared.size == found[index(shared)].shape
+        found[shared.index] = 1
+        assert shared.size == found[shared.index].shape
     assert np.array_equal(found == 1, marks == 2)
     assert shared == b.intersect(a)
 
@@ -76,7 +72,7 @@ def test_within_finds_the_part_in_the_buffer_of_a_larger_slice(a: TensorSlice, b
     if part is not None:
         tensor = np.arange(np.prod(SHAPE)).reshape(SHAPE)
         for outer in (a, b):
-            assert np.array_equal(tensor[index(outer)][part.within(outer)], tensor[index(part)])
+            assert np.array_equal(tensor[outer.index][part.within(outer)], tensor[part.index])
 
 
 def test_slices_of_different_tensors_cannot_be_compared() -> None:

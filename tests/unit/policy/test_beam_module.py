@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from beamline.model.beam import tensors
 from beamline.policy import model
 from beamline.policy.attention import Packing
-from beamline.policy.weights import TORCH_DTYPES, named_tensors, raw
+from beamline.policy.weights import named_tensors, raw
+from beamline.transfer.dtypes import TORCH_DTYPES
 from tests.tiny_beam import VOCAB, WINDOW, beam_config, beam_shape, random_beam, reference
 
 LENGTHS = [5, 40, 1, 17, 39, 2, 8, 9, 1, 30]

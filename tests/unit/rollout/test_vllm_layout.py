@@ -17,8 +17,9 @@ from beamline.model.layout import Layout, TensorSlice
 from beamline.rollout.vllm.layout import Mesh, Placed, check_mesh, engine_layout, parameters, placed
 from beamline.starter import STARTER
 from beamline.transfer.plan import plan
+from tests.release_beam import RELEASE
 from tests.tiny_beam import beam_shape
-from tests.unit.rollout.vllm_meshes import MESHES, RELEASE, assembled, checkpoint, name_of, uneven
+from tests.unit.rollout.vllm_meshes import MESHES, assembled, checkpoint, name_of, uneven
 
 SHAPES = {
     "release": replace(  # a layer of each kind has what 52 have
@@ -130,8 +131,7 @@ def test_a_transfer_plan_from_one_rank_fills_an_engine(shape: BeamShape, mesh: M
         for item in placed(shape, mesh, rank, "bfloat16"):
             move = next(moves)
             assert (move.source, move.destination) == (0, rank)
-            source_box = move.part.within(TensorSlice.whole(move.part.name, move.part.dtype, move.part.shape))
-            held[item.parameter][item.box] = weights[move.part.name][source_box]
+            held[item.parameter][item.box] = weights[move.part.name][move.part.index]
         assert_same(held, reference(shape, mesh, rank, weights))
     assert next(moves, None) is None
 

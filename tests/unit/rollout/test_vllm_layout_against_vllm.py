@@ -16,7 +16,8 @@ import torch
 
 from beamline.model.beam import BeamShape
 from beamline.rollout.vllm.layout import Mesh, parameters
-from tests.unit.rollout.vllm_meshes import MESHES, RELEASE, assembled, checkpoint, name_of, uneven
+from tests.release_beam import RELEASE
+from tests.unit.rollout.vllm_meshes import MESHES, assembled, checkpoint, name_of, uneven
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 

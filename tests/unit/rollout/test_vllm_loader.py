@@ -89,7 +89,7 @@ def tree(sizes: dict[str, tuple[int, ...]]) -> nn.Module:
 
 
 def view(weights: Weights, part: TensorSlice) -> Tensor:
-    return torch.from_numpy(weights[part.name])[tuple(slice(a, b) for a, b in zip(part.start, part.stop, strict=True))]
+    return torch.from_numpy(weights[part.name])[part.index]
 
 
 def sent(parts: Sequence[TensorSlice], weights: Weights) -> list[int]:

@@ -15,29 +15,6 @@ MESHES = tuple(Mesh(t, p, e) for t in (1, 2, 4, 8) for p in (1, 2) for e in (Fal
 # Nothing divides evenly that need not: 3 layers, 18 experts, 70 tokens filled up to 128, of which late ranks hold none.
 UNEVEN: dict[str, Any] = {"num_attention_heads": 8, "vocab_size": 70, "num_experts": 18, "n_group": 3}
 
-RELEASE = BeamShape(
-    vocab_size=151936,
-    hidden_size=5120,
-    intermediate_size=20480,
-    num_hidden_layers=52,
-    num_attention_heads=48,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=1048576,
-    sliding_window=512,
-    moe_intermediate_size=2560,
-    num_experts=256,
-    num_experts_per_tok=8,
-    n_group=8,
-    topk_group=4,
-    routed_scaling_factor=2.5,
-    norm_topk_prob=True,
-    final_logit_softcapping=30.0,
-    rms_norm_eps=1e-6,
-    layer_types=tuple("full_attention" if i % 6 == 5 or i == 51 else "sliding_attention" for i in range(52)),
-    mlp_layer_types=("dense",) * 3 + ("sparse",) * 49,
-)
-
 
 def uneven() -> BeamShape:
     return BeamShape.from_config(beam_config(**UNEVEN).to_dict())
@@ -59,7 +36,5 @@ def assembled(
     """The parameters of a rank with every part put where it is placed; what no part covers is 0."""
     held = {name: np.zeros(size, np.float32) for name, (size, _) in parameters(shape, mesh, rank, "float32").items()}
     for item in placed(shape, mesh, rank, "float32"):
-        part = item.part
-        source = tuple(slice(a, b) for a, b in zip(part.start, part.stop, strict=True))
-        held[item.parameter][item.box] = weights[part.name][source]
+        held[item.parameter][item.box] = weights[item.part.name][item.part.index]
     return held

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from beamline.model.layout import DType, TensorSlice
-from beamline.transfer.buckets import TORCH_DTYPES, Bucket, Copier, buckets, checksum, sample
+from beamline.transfer.buckets import Bucket, Copier, buckets, checksum, sample
+from beamline.transfer.dtypes import TORCH_DTYPES
 
 DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "float16", "uint8")
 LIMITS = st.integers(4, 300)  # bytes; the largest element has 4
@@ -41,7 +42,7 @@ def sides(draw: st.DrawFn, parts: list[TensorSlice]) -> dict[str, Tensor]:
 
 
 def view_in(tensors: dict[str, Tensor]) -> Callable[[TensorSlice], Tensor]:
-    return lambda part: tensors[part.name][part.within(TensorSlice.whole(part.name, part.dtype, part.shape))]
+    return lambda part: tensors[part.name][part.index]
 
 
 def nbytes(part: TensorSlice) -> int:
@@ -67,9 +68,7 @@ def experts(n: int, rows: int = 4, columns: int = 6, dtype: DType = "bfloat16") 
 
 def stacked(stack: Tensor) -> Callable[[TensorSlice], Tensor]:
     """Experts as views of one tensor ``[E, rows, columns]``."""
-    return lambda part: stack[int(part.name.rpartition(".")[2])][
-        part.within(TensorSlice.whole(part.name, part.dtype, part.shape))
-    ]
+    return lambda part: stack[int(part.name.rpartition(".")[2])][part.index]
 
 
 @given(boxes(), LIMITS)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from beamline.model.layout import DType, Layout, TensorSlice
-from beamline.transfer.buckets import TORCH_DTYPES, Copier, buckets
+from beamline.transfer.buckets import Copier, buckets
+from beamline.transfer.dtypes import TORCH_DTYPES
 from beamline.transfer.group import Group, connect
 from beamline.transfer.plan import TransferError, plan
 
@@ -100,7 +101,7 @@ def whole(name: str) -> Tensor:
 
 
 def box(part: TensorSlice) -> Tensor:
-    return whole(part.name)[part.within(TensorSlice.whole(part.name, part.dtype, part.shape))]
+    return whole(part.name)[part.index]
 
 
 def view_in(held: dict[TensorSlice, Tensor], part: TensorSlice) -> Tensor:
