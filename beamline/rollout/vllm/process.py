@@ -7,14 +7,12 @@ Started as ``python -m beamline.rollout.vllm.process FD``, where FD is its end o
 import faulthandler
 import os
 import signal
+import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from queue import SimpleQueue
 from typing import Any, Protocol, assert_never
 
 from beamline.errors import BeamlineError
@@ -32,10 +30,10 @@ from beamline.rollout.vllm.messages import (
     Loaded,
     Memory,
     Progress,
-    Report,
     Started,
     Stop,
 )
+from beamline.rollout.vllm.wire import Inbox, Outbox
 from beamline.tasks.pool_worker import end_with_parent
 
 SHOW_STACK = signal.SIGUSR1
@@ -82,37 +80,11 @@ class Engine(Protocol):
         """End orderly."""
 
 
-class Outbox:
-    """Sends messages in order from a thread of its own, so that no one waits for the other side to read."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
-        self._thread.start()
-
-    def put(self, message: Command | Report) -> None:
-        """Send a message when all before it are sent. Nothing happens if the other side is gone: reading tells."""
-        self._messages.put(encode(message))
-
-    def close(self, timeout: float) -> None:
-        """Wait up to ``timeout`` seconds until everything is sent or the other side is gone."""
-        self._messages.put(None)
-        self._thread.join(timeout)
-
-    def _run(self) -> None:
-        try:
-            while (message := self._messages.get()) is not None:
-                self._connection.send_bytes(message)
-        except (BrokenPipeError, ConnectionResetError):
-            pass
-
-
 class _Service:
     """Commands and steps in turn, once there is an engine."""
 
-    def __init__(self, engine: Engine, connection: Connection, outbox: Outbox) -> None:
-        self._engine, self._connection, self._outbox = engine, connection, outbox
+    def __init__(self, engine: Engine, inbox: Inbox, outbox: Outbox) -> None:
+        self._engine, self._inbox, self._outbox = engine, inbox, outbox
         self._tokens, self._reported = 0, time.monotonic()
 
     def run(self) -> None:
@@ -124,9 +96,8 @@ class _Service:
 
     def _obey(self) -> bool:
         """Carry out what has come; wait for a command when there is nothing to step for. False if it is over."""
-        while not self._engine.busy or self._connection.poll():
-            command = _next(self._connection)
-            if command is None or isinstance(command, Stop):
+        while command := _next(self._inbox, 0.0 if self._engine.busy else None):
+            if isinstance(command, Stop):
                 return False
             self._carry_out(command)
         return True
@@ -169,22 +140,22 @@ class _Service:
             self._reported = now
 
 
-def serve(connection: Connection, build: Callable[[dict[str, Any]], Engine]) -> None:
+def serve(connection: socket.socket, build: Callable[[dict[str, Any]], Engine]) -> None:
     """Build an engine as the first command says, and drive it until :class:`Stop` or until the controller is gone.
 
     Raises:
         SystemExit: the engine failed. Its traceback has been printed and reported.
     """
-    outbox = Outbox(connection)
+    inbox, outbox = Inbox(connection), Outbox(connection)
     try:
-        command = _next(connection)
+        command = _next(inbox, None)
+        if isinstance(command, Stop):
+            return
         if not isinstance(command, messages.Start):
-            if command is None or isinstance(command, Stop):
-                return
             raise ValueError(f"the first command must be Start, not {command}")
         engine = build(command.arguments)
         outbox.put(Answer(command.number, encode(engine.started)))
-        _Service(engine, connection, outbox).run()
+        _Service(engine, inbox, outbox).run()
     except Exception as error:  # noqa: BLE001  whatever it is, the controller must know
         with suppress(OSError):  # the disk may be full; the controller must know all the same
             traceback.print_exc()
@@ -193,25 +164,24 @@ def serve(connection: Connection, build: Callable[[dict[str, Any]], Engine]) -> 
         raise SystemExit(1) from None
 
 
-def _next(connection: Connection) -> Command | None:
-    """Wait for a command; None when the controller is gone."""
+def _next(inbox: Inbox, timeout: float | None) -> Command | None:
+    """The next command, or None if there is none in time; a controller that is gone wants it to stop."""
     try:
-        message = connection.recv_bytes()
-    except (EOFError, ConnectionResetError):
-        return None
-    command: Command = decode(message, Command)  # type: ignore[arg-type]  # mypy knows no type of a union
-    return command
+        message = inbox.next(timeout)
+    except EOFError:
+        return Stop()
+    return None if message is None else decode(message, Command)  # type: ignore[arg-type]  # mypy: a union is no type
 
 
-def attach(descriptor: int) -> Connection:
+def attach(descriptor: int) -> socket.socket:
     """Make this process an engine process, which ends with its controller and not by Ctrl-C.
 
     ``descriptor`` is its end of the pair of sockets.
     """
     end_with_parent(os.getppid())  # a parent that is gone already is noticed by the first read
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides
-    os.set_inheritable(descriptor, False)  # or workers would keep it open
-    connection = Connection(descriptor)
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)  # or workers would keep it open
     os.register_at_fork(after_in_child=connection.close)  # and so would those that are forked
     faulthandler.enable()
     faulthandler.register(SHOW_STACK, all_threads=False)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar, assert_never
 
@@ -33,7 +32,8 @@ from beamline.rollout.vllm.messages import (
     Stop,
     Submit,
 )
-from beamline.rollout.vllm.process import SHOW_STACK, Outbox
+from beamline.rollout.vllm.process import SHOW_STACK
+from beamline.rollout.vllm.wire import Inbox, Outbox
 
 T = TypeVar("T")
 
@@ -122,11 +122,11 @@ class Replica:
             raise EngineFailedError(f"engine {self.name} cannot be started: {error}") from error
         finally:
             theirs.close()
-        self.connection = Connection(ours.detach())
+        self.connection = ours
         """For :func:`multiprocessing.connection.wait`, over several replicas: when it is ready, so is :meth:`take`."""
         self.prepared_for: object = None
         """The delivery of weights that it has got ready for, which needs not announce itself again."""
-        self._outbox = Outbox(self.connection)
+        self._inbox, self._outbox = Inbox(ours), Outbox(ours)
         self.send(Start(_START_NUMBER, launch.arguments))
 
     @property
@@ -237,13 +237,13 @@ class Replica:
             return
         ended = self._process.poll() is not None  # looked at first: all that it sent is there to be read then
         try:
-            while self.connection.poll(timeout):
-                report: Report = decode(self.connection.recv_bytes(), Report)  # type: ignore[arg-type]  # a union
+            while (message := self._inbox.next(timeout)) is not None:
+                report: Report = decode(message, Report)  # type: ignore[arg-type]  # mypy: a union is no type
                 self._note(report)
                 timeout = 0.0
-        except (EOFError, OSError):  # OSError: in the middle of a message
+        except EOFError:
             ended = True
-        except (msgspec.MsgspecError, MemoryError) as error:
+        except msgspec.MsgspecError as error:
             self._end = f"sent what is no report: {error}"
             return
         if self._last_words:
@@ -270,10 +270,13 @@ class Replica:
                 assert_never(report)
 
     def _verify(self, since: float, seconds: float, awaited: str) -> None:
-        """Raise if the engine has ended, or if what is awaited ``since`` then has not come in ``seconds``."""
+        """Raise if the engine has ended, or if what is awaited ``since`` then has not come in ``seconds``.
+
+        While a long report arrives, none can come.
+        """
         if self._end is not None:
             raise self._failed(self._end)
-        waited = time.monotonic() - since
+        waited = time.monotonic() - max(since, self._inbox.grew)
         if waited > seconds:
             self._show_stack()
             self._end = f"hangs: {waited:.1f} s have passed without {awaited}"

@@ -8,7 +8,7 @@ import time
 import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import NoneType
 
@@ -17,13 +17,12 @@ import pytest
 
 import beamline
 from beamline.records import Completion, Key, Request, SamplingParams
-from beamline.records.codec import decode, encode
+from beamline.records.codec import decode
 from beamline.rollout.vllm import replica as replica_module
 from beamline.rollout.vllm.messages import (
     Abort,
     Asked,
     DeviceMemory,
-    Failed,
     Fill,
     Finish,
     Loaded,
@@ -34,8 +33,9 @@ from beamline.rollout.vllm.messages import (
     Stop,
     Submit,
 )
-from beamline.rollout.vllm.process import Outbox, serve
+from beamline.rollout.vllm.process import serve
 from beamline.rollout.vllm.replica import EngineFailedError, Launch, Replica
+from beamline.rollout.vllm.wire import Inbox, Outbox
 from tests.stub_engine import OUT_OF_MEMORY, PROGRAM, StubEngine, token
 
 ROOT = Path(beamline.__file__).parents[1]
@@ -130,7 +130,7 @@ def test_what_finishes_while_an_answer_is_awaited_is_kept(start: Callable[..., R
     replica = start()
     replica.ready()
     replica.send(Submit([asked(0, 1)]))
-    until(lambda: replica.connection.poll(LONG))
+    until(lambda: wait([replica.connection], LONG))
     assert replica.ask(Sleep(1, 1), DeviceMemory) == DeviceMemory(1000, 600, 0.0)
     assert set(completions(replica, 1)) == {0}
 
@@ -208,7 +208,7 @@ def test_what_arrived_before_a_kill_is_delivered(start: Callable[..., Replica]) 
     replica = start()
     replica.ready()
     replica.send(Submit([asked(0, 1), asked(1, 1_000_000_000)]))
-    until(lambda: replica.connection.poll(LONG))
+    until(lambda: wait([replica.connection], LONG))
     os.kill(replica.pid, signal.SIGKILL)
     until(lambda: not lives(replica.pid))
     assert set(completions(replica, 1)) == {0}
@@ -229,7 +229,7 @@ def test_workers_end_with_their_engine(start: Callable[..., Replica], tmp_path: 
     replica.ready()
     replica.send(Submit([asked(0, 9)]))
     until(lambda: not lives(replica.pid))
-    assert replica.connection.poll(LONG)  # which the worker does not keep open
+    assert wait([replica.connection], LONG)  # which the worker does not keep open
     assert "SIGKILL" in failure(replica)
     (worker,) = [int(line.split()[-1]) for line in log_of(replica, tmp_path).splitlines() if "] worker " in line]
     assert not lives(worker)
@@ -273,10 +273,22 @@ def test_time_in_which_nobody_listened_does_not_count(
     replica = start()
     replica.ready()
     replica.send(Submit([asked(0, 1), asked(1, 1_000_000_000)]))
-    until(lambda: replica.connection.poll(LONG))
+    until(lambda: wait([replica.connection], LONG))
     pass_time(2 * LONG, monkeypatch)
     assert set(completions(replica, 1)) == {0}
     assert replica.take(0.0) == []
+
+
+def test_time_in_which_a_long_report_arrives_does_not_count(
+    start: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = start()
+    replica.ready()
+    replica.send(Submit([asked(0, 2, 16_000_000)]))
+    until(lambda: wait([replica.connection], LONG))
+    until(lambda: len(replica.connection.recv(1 << 20, socket.MSG_PEEK)) > 1 << 12)
+    pass_time(2 * LONG, monkeypatch)
+    assert set(completions(replica, 1)) == {0}
 
 
 def test_an_answer_that_does_not_come_is_noticed(start: Callable[..., Replica], tmp_path: Path) -> None:
@@ -398,6 +410,7 @@ def test_an_engine_outlives_the_thread_that_made_it_and_ctrl_c(start: Callable[.
 def test_an_engine_ends_when_its_controller_is_killed(fault: list[str], tmp_path: Path) -> None:
     log = tmp_path / "stub.log"
     program = f"""
+from multiprocessing.connection import wait
 from pathlib import Path
 from beamline.rollout.vllm.messages import Submit
 from beamline.rollout.vllm.replica import Launch, Replica
@@ -408,7 +421,7 @@ replica.ready()
 if {bool(fault)}:
     replica.send(Submit([asked(0, 9)]))
 print(replica.pid, flush=True)
-replica.connection.poll(None)
+wait([replica.connection])
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     controller = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
@@ -423,13 +436,13 @@ replica.connection.poll(None)
 
 
 def test_the_first_command_must_be_start(capsys: pytest.CaptureFixture[str]) -> None:
-    ours, theirs = (Connection(each.detach()) for each in socket.socketpair())
-    outbox = Outbox(ours)
+    ours, theirs = socket.socketpair()
+    inbox, outbox = Inbox(ours), Outbox(ours)
     outbox.put(Submit([]))
     with pytest.raises(SystemExit) as ended:
         serve(theirs, lambda _: pytest.fail("nothing is to be built"))
     assert ended.value.code == 1
-    assert "must be Start" in decode(ours.recv_bytes(), Report).traceback
+    assert "must be Start" in decode(inbox.next(LONG), Report).traceback
     assert "must be Start" in capsys.readouterr().err
     outbox.put(Stop())
     serve(theirs, lambda _: pytest.fail("nothing is to be built"))
@@ -437,26 +450,29 @@ def test_the_first_command_must_be_start(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_an_engine_ends_when_its_controller_hangs_up() -> None:
-    ours, theirs = (Connection(each.detach()) for each in socket.socketpair())
-    engine = StubEngine(Namespace(fault=None))
-    ours.send_bytes(encode(Start(0, {})))
-    ours.send_bytes(encode(Submit([asked(0, 2)])))
+    ours, theirs = socket.socketpair()
+    outbox = Outbox(ours)
+    outbox.put(Start(0, {}))
+    outbox.put(Submit([asked(0, 2)]))
+    outbox.close(LONG)
     ours.close()
-    serve(theirs, lambda _: engine)
-    ours, theirs = (Connection(each.detach()) for each in socket.socketpair())
-    theirs.send_bytes(b"not read")  # then the end looks different
+    serve(theirs, lambda _: StubEngine(Namespace(fault=None)))
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b"not read")  # then the end looks different
     ours.close()
     serve(theirs, lambda _: pytest.fail("nothing is to be built"))
 
 
-def test_nobody_waits_for_the_other_side_to_read() -> None:
-    ours, theirs = (Connection(each.detach()) for each in socket.socketpair())
-    outbox = Outbox(ours)
-    texts = [str(n) * 1_000_000 for n in range(9)]
-    for text in texts:
-        outbox.put(Failed(text))
-    assert [decode(theirs.recv_bytes(), Report) for _ in texts] == [Failed(text) for text in texts]
-    outbox.close(LONG)
+def test_an_engine_that_stops_halfway_through_a_message_hangs(start: Callable[..., Replica], tmp_path: Path) -> None:
+    """The process goes on, its threads do not: what a call into a driver does that does not come back."""
+    replica = start(token_seconds=BRIEF)
+    replica.ready()
+    replica.send(Submit([asked(0, 2, 16_000_000)]))
+    until(lambda: wait([replica.connection], LONG))
+    until(lambda: len(replica.connection.recv(1 << 20, socket.MSG_PEEK)) > 1 << 12)  # the long one has begun
+    os.kill(replica.pid, signal.SIGSTOP)
+    assert "without a token of 1 requests" in failure(replica)
+    assert not lives(replica.pid)
 
 
 def test_a_log_that_is_gone_hides_nothing(start: Callable[..., Replica], tmp_path: Path) -> None:
