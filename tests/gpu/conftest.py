@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,8 @@ HERE = Path(__file__).parent
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-tests.json"
 LIBRARIES = ("vllm", "torch", "transformers", "triton", "flashinfer-python", "numba", "numpy")
 
-_outcomes: dict[str, Counter[str]] = {}
-_not_passed: dict[str, str] = {}
-_began = time.time()
+_files: dict[str, dict[str, Any]] = {}
+"""What each file of tests came to; those of an earlier run on the same machine stay where a file was not run again."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,29 +34,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    file = report.nodeid.partition("::")[0]
-    if file.startswith("tests/gpu/") and (report.when == "call" or report.outcome != "passed"):
-        _outcomes.setdefault(file, Counter())[report.outcome] += 1
-        if report.outcome != "passed":
-            lines = str(report.longrepr).strip().splitlines()
-            _not_passed[report.nodeid] = lines[-1] if lines else report.outcome
-
-
-def pytest_sessionfinish(exitstatus: int) -> None:
-    if not torch.cuda.is_available() or not _outcomes:
+    name = report.nodeid.partition("::")[0]
+    if not name.startswith("tests/gpu/"):
         return
-    found = {
-        "command": "make test-gpu",
-        "date": time.strftime("%Y-%m-%d", time.gmtime(_began)),
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    blank = {"date": today, "seconds": 0.0, "outcomes": Counter(), "skipped": {}, "not_passed": {}, "figures": {}}
+    file = _files.setdefault(name, blank)
+    file["seconds"] = round(file["seconds"] + report.duration, 1)
+    file["figures"].update(report.user_properties)
+    if report.when == "call" or not report.passed:
+        file["outcomes"][report.outcome] += 1
+    if not report.passed:
+        lines = str(report.longrepr).strip().splitlines()
+        file["skipped" if report.skipped else "not_passed"][report.nodeid] = lines[-1] if lines else report.outcome
+
+
+def pytest_sessionfinish() -> None:
+    if not torch.cuda.is_available() or not _files:
+        return
+    place = {
         "device": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "driver": _driver(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in LIBRARIES},
-        "passed": exitstatus == 0,
-        "files": {name: dict(counts) for name, counts in sorted(_outcomes.items())},
-        "not_passed": _not_passed,
-        "seconds": round(time.time() - _began),
     }
+    before = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    same_place = all(before.get(name) == value for name, value in place.items())
+    files = (before["files"] if same_place else {}) | _files
+    passed = not any(each["not_passed"] for each in files.values())
+    found = {"command": "make test-gpu", **place, "passed": passed, "files": dict(sorted(files.items()))}
     RESULTS.write_text(json.dumps(found, indent=2) + "\n")
 
 

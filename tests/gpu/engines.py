@@ -13,11 +13,26 @@ from beamline.runtime.vllm import COMMAND
 from tests.shared_engines import SharedEngines
 from tests.tiny_beam import CONTEXT, random_beam
 
+ON_ONE_DEVICE: dict[str, Any] = {
+    "worker_extension_cls": "tests.gpu.one_device.SharingExtension",
+    "distributed_executor_backend": "mp",
+    "disable_custom_all_reduce": True,
+    "kv_cache_memory_bytes": 1 << 30,  # ranks that measure what is free would see each other
+}
+QUIET = {"VLLM_DISABLE_PYNCCL": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 
-def launch(model_folder: Path, log: Path, positions: int, rollout: RolloutConfig, **changes: Any) -> Launch:
-    """How an engine is started as a run would start it; ``changes`` replace arguments of vLLM."""
-    arguments = engine_arguments(rollout, True, model_folder, positions) | changes
-    return Launch(COMMAND, arguments, environment(rollout, 0), log, start_seconds=500.0, token_seconds=120.0)
+
+def launch(model_folder: Path, log: Path, positions: int, rollout: RolloutConfig, replica: int = 0) -> Launch:
+    """How an engine is started, as a run would start it."""
+    arguments = engine_arguments(rollout, True, model_folder, positions)
+    return Launch(COMMAND, arguments, environment(rollout, replica), log, start_seconds=500.0, token_seconds=120.0)
+
+
+def launch_on_one_device(model_folder: Path, log: Path, positions: int, rollout: RolloutConfig) -> Launch:
+    """The same, but with all its ranks on the first GPU, as ``one_device.py`` says."""
+    arguments = engine_arguments(rollout, True, model_folder, positions) | ON_ONE_DEVICE
+    variables = environment(RolloutConfig(engine="vllm"), 0) | QUIET
+    return Launch(COMMAND, arguments, variables, log, start_seconds=500.0, token_seconds=120.0)
 
 
 def gpu_engines(folder: Path) -> SharedEngines:
