@@ -13,25 +13,31 @@ from beamline.runtime.vllm import COMMAND
 from tests.shared_engines import SharedEngines
 from tests.tiny_beam import CONTEXT, random_beam
 
-ON_ONE_DEVICE: dict[str, Any] = {
+SIDE_BY_SIDE: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30}
+"""For engines that start at the same time: those that measure what memory is free see each other."""
+
+_ON_ONE_DEVICE = {
     "worker_extension_cls": "tests.gpu.one_device.SharingExtension",
     "distributed_executor_backend": "mp",
     "disable_custom_all_reduce": True,
-    "kv_cache_memory_bytes": 1 << 30,  # ranks that measure what is free would see each other
 }
-QUIET = {"VLLM_DISABLE_PYNCCL": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
+_OVER_THE_HOST = {"VLLM_DISABLE_PYNCCL": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 
 
-def launch(model_folder: Path, log: Path, positions: int, rollout: RolloutConfig, replica: int = 0) -> Launch:
-    """How an engine is started, as a run would start it."""
-    arguments = engine_arguments(rollout, True, model_folder, positions)
+def launch(
+    model_folder: Path, log: Path, positions: int, rollout: RolloutConfig, replica: int = 0, **changes: Any
+) -> Launch:
+    """How an engine is started as a run would start it; ``changes`` replace arguments of vLLM."""
+    arguments = engine_arguments(rollout, True, model_folder, positions) | changes
     return Launch(COMMAND, arguments, environment(rollout, replica), log, start_seconds=500.0, token_seconds=120.0)
 
 
-def launch_on_one_device(model_folder: Path, log: Path, positions: int, rollout: RolloutConfig) -> Launch:
+def launch_on_one_device(
+    model_folder: Path, log: Path, positions: int, rollout: RolloutConfig, **changes: Any
+) -> Launch:
     """The same, but with all its ranks on the first GPU, as ``one_device.py`` says."""
-    arguments = engine_arguments(rollout, True, model_folder, positions) | ON_ONE_DEVICE
-    variables = environment(RolloutConfig(engine="vllm"), 0) | QUIET
+    arguments = engine_arguments(rollout, True, model_folder, positions) | _ON_ONE_DEVICE | changes
+    variables = environment(RolloutConfig(engine="vllm"), 0) | _OVER_THE_HOST
     return Launch(COMMAND, arguments, variables, log, start_seconds=500.0, token_seconds=120.0)
 
 

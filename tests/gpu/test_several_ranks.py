@@ -1,6 +1,8 @@
 """Engines of two ranks, and two engines: with the same weights they find what one rank finds."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +21,12 @@ from beamline.runtime.vllm import mesh, say
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
 from tests.contract.sampling import run
-from tests.gpu.engines import launch, launch_on_one_device
+from tests.gpu.engines import SIDE_BY_SIDE, launch, launch_on_one_device
 from tests.gpu.test_vllm_weights import POSITIONS, SIZES
 from tests.tiny_beam import random_beam
 
 SPREADS: dict[str, dict[str, Any]] = {
+    "one rank": {},
     "tensor parallel": {"tensor_parallel": 2},
     "experts apart": {"tensor_parallel": 2, "expert_parallel": True},
     "two replicas": {"replicas": 2},
@@ -32,7 +35,6 @@ LENGTH = 64
 ROUNDING = 1e-3  # least mean |delta log p| that another order of additions makes in BF16
 
 Found = dict[tuple[str, int], Completion]
-SamplerMaker = Callable[..., VllmSampler]
 
 
 class Difference(NamedTuple):
@@ -42,39 +44,40 @@ class Difference(NamedTuple):
     routes: float
 
 
+def start(folder: Path, shared: bool, spread: dict[str, Any]) -> VllmSampler:
+    """A sampler whose engines have loaded the weights of the folder; ``shared``: on one GPU, whatever their ranks."""
+    vllm = VllmConfig(max_sequences=64, engine_args={"enforce_eager": True}, **spread)
+    rollout = RolloutConfig(engine="vllm", vllm=vllm)
+    name = "-".join(map(str, (*spread.values(), shared)))
+    logs = [folder.parent / f"{name}-{replica}.log" for replica in range(vllm.replicas)]
+    if shared:
+        launches = [launch_on_one_device(folder, log, POSITIONS, rollout, **SIDE_BY_SIDE) for log in logs]
+    else:
+        launches = [launch(folder, log, POSITIONS, rollout, i, **SIDE_BY_SIDE) for i, log in enumerate(logs)]
+    shape, fleet = BeamShape.from_folder(folder), Fleet(launches, 0, say)
+    return VllmSampler(fleet, shape, mesh(rollout), "bfloat16", POSITIONS, 0, LocalChannel(), 1 << 18)
+
+
+def give(sampler: VllmSampler, module: torch.nn.Module) -> None:
+    moves = plan(module_layout(module), sampler.layout("full"))
+    sampler._channel.send(moves, named_tensors(module))
+    sampler.receive(moves, 1, unfinished="abort")
+
+
 @pytest.fixture(scope="module")
-def make_sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SamplerMaker]:
-    """Samplers whose engines begin with other weights than those that they are given, from the device.
-
-    Only one has engines at a time.
-    """
-    folder = tmp_path_factory.mktemp("ranks")
-    model.save(random_beam(1, **SIZES), folder / "model", "bfloat16")
+def samplers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, int], VllmSampler]]:
+    """By spread and number of GPUs; the engines begin with other weights than those that they are given then."""
+    folder = tmp_path_factory.mktemp("ranks") / "model"
+    model.save(random_beam(1, **SIZES), folder, "bfloat16")
+    gpus = [1] if torch.cuda.device_count() == 1 else [1, 2]
+    wanted = [(name, count) for name in SPREADS for count in gpus]
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        started = list(pool.map(lambda each: start(folder, each[1] == 1, SPREADS[each[0]]), wanted))
     module = random_beam(**SIZES).to("cuda", torch.bfloat16)
-    made: list[VllmSampler] = []
-
-    def make(shared: bool, **spread: Any) -> VllmSampler:
-        while made:
-            made.pop().close()
-        vllm = VllmConfig(memory_share=0.15, max_sequences=64, engine_args={"enforce_eager": True}, **spread)
-        rollout = RolloutConfig(engine="vllm", vllm=vllm)
-        name = "-".join(map(str, (*spread.values(), shared)))
-        logs = [folder / f"{name}-{replica}.log" for replica in range(vllm.replicas)]
-        if shared:
-            launches = [launch_on_one_device(folder / "model", log, POSITIONS, rollout) for log in logs]
-        else:
-            launches = [launch(folder / "model", log, POSITIONS, rollout, i) for i, log in enumerate(logs)]
-        fleet = Fleet(launches, 0, say)
-        shape, channel = BeamShape.from_folder(folder / "model"), LocalChannel()
-        sampler = VllmSampler(fleet, shape, mesh(rollout), "bfloat16", POSITIONS, 0, channel, 1 << 18)
-        made.append(sampler)
-        moves = plan(module_layout(module), sampler.layout("full"))
-        channel.send(moves, named_tensors(module))
-        sampler.receive(moves, 1, unfinished="abort")
-        return sampler
-
-    yield make
-    for sampler in made:
+    for sampler in started:
+        give(sampler, module)
+    yield dict(zip(wanted, started, strict=True))
+    for sampler in started:
         sampler.close()
 
 
@@ -96,30 +99,3 @@ def difference(one: Found, other: Found) -> Difference:
     assert len(same) > 0.9 * len(pairs)
     routes = [(np.sort(a.routes) != np.sort(b.routes)).any(-1).mean() for a, b in pairs]  # type: ignore[arg-type]
     return Difference(float(np.mean([abs(a.logprobs[0] - b.logprobs[0]) for a, b in same])), float(np.mean(routes)))
-
-
-@pytest.fixture(scope="module")
-def alone(make_sampler: SamplerMaker) -> tuple[Found, Difference]:
-    """What one rank finds, and by how much it differs from itself where the batches are others."""
-    sampler = make_sampler(False)
-    found = forced(sampler)
-    return found, difference(found, forced(sampler, order=-1))
-
-
-@pytest.mark.parametrize("gpus", [1, 2])
-@pytest.mark.parametrize("spread", SPREADS)
-def test_several_ranks_find_what_one_finds(
-    make_sampler: SamplerMaker,
-    alone: tuple[Found, Difference],
-    spread: str,
-    gpus: int,
-    record_property: Callable[[str, object], None],
-) -> None:
-    """Within twice of what rounding does to one of them."""
-    if torch.cuda.device_count() < gpus:
-        pytest.skip("needs two GPUs")
-    expected, floor = alone
-    found = difference(expected, forced(make_sampler(gpus == 1, **SPREADS[spread])))
-    record_property(f"{spread} on {gpus} GPU, difference from one rank", found._asdict() | {"floor": floor._asdict()})
-    assert found.logprobs <= 2 * max(floor.logprobs, ROUNDING)
-    assert found.routes <= 2 * max(floor.routes, 0.01)
