@@ -302,7 +302,7 @@ def toy(folder: Path) -> dict[str, float]:
     for name, overrides in (("stock", {}), ("float32 head", {"hf_overrides": {"head_dtype": "float32"}})):
         raw = LLM(
             str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024, gpu_memory_utilization=0.2,
-            enforce_eager=True, generation_config="vllm", **overrides,
+            kv_cache_memory_bytes=4 << 30, enforce_eager=True, generation_config="vllm", **overrides,
         )  # fmt: skip
         asked = [TokensPrompt(prompt_token_ids=ids.tolist()) for ids in prompts]
         params = [Theirs(max_tokens=64, seed=i, logprobs=0, detokenize=False) for i in range(len(prompts))]

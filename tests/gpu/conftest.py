@@ -1,11 +1,13 @@
 """Tests that need an NVIDIA GPU and vLLM (``make test-gpu``). What they found is written to ``benchmarks/results``."""
 
+import fcntl
 import json
 import platform
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -49,21 +51,36 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         file["skipped" if report.skipped else "not_passed"][report.nodeid] = lines[-1] if lines else report.outcome
 
 
-def pytest_sessionfinish() -> None:
-    if not torch.cuda.is_available() or not _files:
-        return
-    place = {
+def pytest_runtest_logfinish() -> None:
+    if torch.cuda.is_available() and _files:
+        _write()
+
+
+def _write() -> None:
+    """Bring the results up to date; several runs may do so at the same time."""
+    RESULTS.touch()
+    with RESULTS.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        before = json.loads(file.read() or "{}")
+        place = _place()
+        same_place = all(before.get(name) == value for name, value in place.items())
+        files = (before["files"] if same_place else {}) | _files
+        passed = not any(each["not_passed"] for each in files.values())
+        found = {"command": "make test-gpu", **place, "passed": passed, "files": dict(sorted(files.items()))}
+        file.seek(0)
+        file.truncate()
+        file.write(json.dumps(found, indent=2) + "\n")
+
+
+@cache
+def _place() -> dict[str, Any]:
+    """Where the tests run."""
+    return {
         "device": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "driver": _driver(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in LIBRARIES},
     }
-    before = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    same_place = all(before.get(name) == value for name, value in place.items())
-    files = (before["files"] if same_place else {}) | _files
-    passed = not any(each["not_passed"] for each in files.values())
-    found = {"command": "make test-gpu", **place, "passed": passed, "files": dict(sorted(files.items()))}
-    RESULTS.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def _version(name: str) -> str:

@@ -1,7 +1,6 @@
 """Engines for tests on a GPU."""
 
 from pathlib import Path
-from typing import Any
 
 from beamline.config.rollout import RolloutConfig
 from beamline.config.vllm import VllmConfig
@@ -13,9 +12,7 @@ from beamline.runtime.vllm import COMMAND
 from tests.shared_engines import SharedEngines
 from tests.tiny_beam import CONTEXT, random_beam
 
-SIDE_BY_SIDE: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30}
-"""For engines that start at the same time: those that measure what memory is free see each other."""
-
+_ARGUMENTS = {"kv_cache_memory_bytes": 1 << 30}  # engines that start together would measure what the others use
 _ON_ONE_DEVICE = {
     "worker_extension_cls": "tests.gpu.one_device.SharingExtension",
     "distributed_executor_backend": "mp",
@@ -24,20 +21,17 @@ _ON_ONE_DEVICE = {
 _OVER_THE_HOST = {"VLLM_DISABLE_PYNCCL": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 
 
-def launch(
-    model_folder: Path, log: Path, positions: int, rollout: RolloutConfig, replica: int = 0, **changes: Any
-) -> Launch:
-    """How an engine is started as a run would start it; ``changes`` replace arguments of vLLM."""
-    arguments = engine_arguments(rollout, True, model_folder, positions) | changes
+def launch(model_folder: Path, log: Path, positions: int, rollout: RolloutConfig, replica: int = 0) -> Launch:
+    """How an engine is started as a run would start it, but for the size of its cache."""
+    arguments = engine_arguments(rollout, True, model_folder, positions) | _ARGUMENTS
     return Launch(COMMAND, arguments, environment(rollout, replica), log, start_seconds=500.0, token_seconds=120.0)
 
 
-def launch_on_one_device(
-    model_folder: Path, log: Path, positions: int, rollout: RolloutConfig, **changes: Any
-) -> Launch:
-    """The same, but with all its ranks on the first GPU, as ``one_device.py`` says."""
-    arguments = engine_arguments(rollout, True, model_folder, positions) | _ON_ONE_DEVICE | changes
-    variables = environment(RolloutConfig(engine="vllm"), 0) | _OVER_THE_HOST
+def launch_on_one_device(model_folder: Path, log: Path, positions: int, rollout: RolloutConfig) -> Launch:
+    """The same with all its ranks on the first GPU, as ``one_device.py`` says."""
+    arguments = engine_arguments(rollout, True, model_folder, positions) | _ARGUMENTS | _ON_ONE_DEVICE
+    one_rank = RolloutConfig(engine="vllm", vllm=VllmConfig(dtype=rollout.vllm.dtype))
+    variables = environment(one_rank, 0) | _OVER_THE_HOST
     return Launch(COMMAND, arguments, variables, log, start_seconds=500.0, token_seconds=120.0)
 
 
