@@ -46,9 +46,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     file["figures"].update(report.user_properties)
     if report.when == "call" or not report.passed:
         file["outcomes"][report.outcome] += 1
-    if not report.passed:
-        lines = str(report.longrepr).strip().splitlines()
-        file["skipped" if report.skipped else "not_passed"][report.nodeid] = lines[-1] if lines else report.outcome
+    if isinstance(report.longrepr, tuple):  # file, line, reason
+        file["skipped"][report.nodeid] = report.longrepr[-1]
+    elif not report.passed:
+        file["not_passed"][report.nodeid] = (str(report.longrepr).strip().splitlines() or [report.outcome])[-1]
 
 
 def pytest_runtest_logfinish() -> None:
