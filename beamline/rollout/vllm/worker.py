@@ -17,7 +17,8 @@ from beamline.model.beam import BeamShape, ModelError
 from beamline.model.layout import TensorSlice
 from beamline.records.codec import decode
 from beamline.rollout.vllm import patches
-from beamline.rollout.vllm.layout import Mesh, Placed, placed
+from beamline.model.placement import Placed
+from beamline.rollout.vllm.layout import Mesh, placed
 from beamline.transfer.buckets import Copier, buckets, checksum, sample
 from beamline.transfer.dtypes import DTYPE_NAMES
 from beamline.transfer.memory import SharedMemory, attach

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from beamline.model.beam import BeamShape, ModelError, tensors
 from beamline.model.layout import Layout, TensorSlice
-from beamline.rollout.vllm.layout import Mesh, Placed, check_mesh, engine_layout, parameters, placed
+from beamline.model.placement import Placed
+from beamline.rollout.vllm.layout import Mesh, check_mesh, engine_layout, parameters, placed
 from beamline.starter import STARTER
 from beamline.transfer.plan import plan
 from tests.release_beam import RELEASE
