@@ -79,7 +79,7 @@ class _Head(torch.autograd.Function):
         ctx.save_for_backward(hidden_ND, weight_VD, target_N, temperature_N)
         ctx.cap, ctx.chunk_rows, ctx.support = cap, chunk_rows, support
         logprob_N, entropy_N = (hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32) for _ in range(2))
-        for rows in _chunks(len(hidden_ND), chunk_rows):
+        for rows in chunks(len(hidden_ND), chunk_rows):
             logits = soft_cap(hidden_ND[rows].float() @ weight_VD.float().T, cap) / temperature_N[rows, None]
             logprobs = torch.log_softmax(_restricted(logits, support, rows), dim=-1)
             logprob_N[rows] = logprobs.gather(1, target_N[rows, None]).squeeze(1)
@@ -93,7 +93,7 @@ class _Head(torch.autograd.Function):
         hidden_grad, weight_grad = torch.empty_like(hidden_ND), None
         if ctx.needs_input_grad[1]:
             weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32)
-        for rows in _chunks(len(hidden_ND), ctx.chunk_rows):
+        for rows in chunks(len(hidden_ND), ctx.chunk_rows):
             hidden, weight = hidden_ND[rows].float(), weight_VD.float()
             capped = soft_cap(hidden @ weight.T, ctx.cap)
             scale = (grad_N[rows] / temperature_N[rows])[:, None]
@@ -125,5 +125,6 @@ def _restricted(logits: Tensor, support: Support, rows: slice) -> Tensor:
     return logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
 
 
-def _chunks(rows: int, chunk_rows: int) -> Iterator[slice]:
+def chunks(rows: int, chunk_rows: int) -> Iterator[slice]:
+    """Rows in their order, up to ``chunk_rows`` at a time."""
     return (slice(start, min(start + chunk_rows, rows)) for start in range(0, rows, chunk_rows))

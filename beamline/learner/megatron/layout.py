@@ -50,11 +50,11 @@ def _held(shape: BeamShape, mesh: Mesh, place: Place, dtype: DType) -> Iterator[
 
 def _attention(cut: Cut, at: str) -> Iterator[Held]:
     """A rank's query heads are those of its key heads; its gate and gate bias those of its query heads."""
+    yield joined(f"{at}.gate_bias", cut.share(f"{at}.gate_bias"))
     yield joined(f"{at}.qkvg_proj.weight", *(cut.share(f"{at}.{name}_proj.weight") for name in ("q", "k", "v", "gate")))
     yield joined(f"{at}.o_proj.weight", cut.share(f"{at}.o_proj.weight", dim=1))
     for name in ("q_norm", "k_norm"):
         yield joined(f"{at}.{name}.weight", cut.whole(f"{at}.{name}.weight"))
-    yield joined(f"{at}.gate_bias", cut.share(f"{at}.gate_bias"))
 
 
 def _mlp(cut: Cut, at: str) -> Iterator[Held]:

@@ -1,0 +1,107 @@
+"""Experts spread over ranks: each row goes to the ranks of its experts and comes back, in one exchange each way."""
+
+from typing import Any, cast
+
+import torch
+from megatron.core.tensor_parallel.mappings import all_to_all
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, all_to_all_single
+from transformers import BeamConfig
+from transformers.models.beam.modeling_beam import BeamTopKRouter
+
+from beamline.learner.megatron.swiglu import swiglu
+from beamline.policy.grouped import grouped_product
+
+
+class Experts(nn.Module):
+    """The experts of a layer that this rank holds, neighbours in a row.
+
+    Args:
+        config: of the model.
+        ranks: those that share the experts; this one's index among them says which are its own.
+        dtype: of the weights.
+    """
+
+    def __init__(self, config: BeamConfig, ranks: ProcessGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._ranks, self._all = ranks, config.num_experts
+        self._own = config.num_experts // ranks.size()
+        hidden, width = config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(self._own, 2 * width, hidden, dtype=dtype))
+        self.down_proj = nn.Parameter(torch.empty(self._own, hidden, width, dtype=dtype))
+
+    def forward(self, x_ND: Tensor, weights_NK: Tensor, chosen_NK: Tensor) -> Tensor:
+        """``sum_k weights[i, k] * expert chosen[i, k] of x[i]``, ``[N, D]``, summed in float32 and rounded once.
+
+        The order of the sum is that of the choice, whichever ranks the experts are on.
+        """
+        (N, K), flat = chosen_NK.shape, chosen_NK.reshape(-1)
+        order = flat.argsort(stable=True)
+        back = _inverse(order)
+        sent = torch.bincount(flat, minlength=self._all)
+        outer = self._at_experts(_gather(x_ND, order // K, back, K), sent)
+        outer = _gather(outer, back, order, 1).view(N, K, -1)
+        return (outer * weights_NK[..., None]).sum(dim=1).to(x_ND.dtype)
+
+    def _at_experts(self, rows: Tensor, sent: Tensor) -> Tensor:
+        """What experts make of rows in the order of their experts, ``sent[e]`` for expert e."""
+        if self._ranks.size() == 1:
+            return self._own_experts(rows, sent)
+        ranks = self._ranks.size()
+        received = torch.empty_like(sent)  # [rank, own expert]
+        all_to_all_single(received, sent, group=self._ranks)
+        out_splits, in_splits = (x.view(ranks, -1).sum(1).tolist() for x in (sent, received))
+        rows = all_to_all(self._ranks, rows, in_splits, out_splits)
+        numbers = torch.arange(self._own, device=rows.device).repeat(ranks)
+        order = numbers.repeat_interleave(received).argsort(stable=True)
+        back = _inverse(order)
+        outer = self._own_experts(_gather(rows, order, back, 1), received.view(ranks, -1).sum(0))
+        return cast(Tensor, all_to_all(self._ranks, _gather(outer, back, order, 1), out_splits, in_splits))
+
+    def _own_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        ends = counts.cumsum(0, dtype=torch.int32)
+        inner = swiglu(grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends))
+        return grouped_product(inner, self.down_proj.transpose(1, 2), ends)
+
+
+class Moe(nn.Module):
+    """A router, which is the same on all ranks, and its experts."""
+
+    def __init__(self, config: BeamConfig, ranks: ProcessGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate = BeamTopKRouter(config).float()
+        self.experts = Experts(config, ranks, dtype)
+        self._factor = config.routed_scaling_factor
+
+    def forward(self, x_N1D: Tensor) -> Tensor:
+        """Rows ``[N, 1, D]`` of this rank."""
+        x_ND = x_N1D.squeeze(1)
+        _, weights_NK, chosen_NK = self.gate(x_ND)
+        return (self.experts(x_ND, weights_NK, chosen_NK) * self._factor).unsqueeze(1)
+
+
+class _Gather(torch.autograd.Function):
+    """``x[index]``, where each row of x is taken ``copies`` times; the gradients of copies are added in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.copies = copies
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (back,) = ctx.saved_tensors
+        rows = grad.index_select(0, back)
+        return rows.view(-1, ctx.copies, grad.shape[1]).sum(dim=1) if ctx.copies > 1 else rows, None, None, None
+
+
+def _gather(x: Tensor, index: Tensor, back: Tensor, copies: int) -> Tensor:
+    """Row ``index[j]`` of x for each j. ``back`` says where each copy of each row went."""
+    return cast(Tensor, cast(Any, _Gather).apply(x, index, back, copies))
+
+
+def _inverse(order: Tensor) -> Tensor:
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return places

@@ -1,0 +1,100 @@
+"""A Beam layer, its matrices cut over tensor ranks.
+
+Between the matrices each tensor rank has its own part of the rows (sequence parallel). Inputs are ``[rows, 1, D]``, as
+Megatron-Core's layers take them. What is the same on every rank is of transformers, what is cut of Megatron-Core.
+"""
+
+from functools import partial
+
+import torch
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from transformers import BeamConfig
+from transformers.models.beam.modeling_beam import BeamRMSNorm, depth_scaled_residual_add
+
+from beamline.learner.megatron.experts import Moe
+from beamline.learner.megatron.packed import Packed
+from beamline.learner.megatron.swiglu import swiglu
+
+
+class Attention(nn.Module):
+    """Attention with a gate for each head. A tensor rank has the query heads of its key heads."""
+
+    def __init__(self, config: BeamConfig, layer: int, parallel: ModelParallelConfig) -> None:
+        super().__init__()
+        ranks, self._head = parallel.tensor_model_parallel_size, config.head_dim
+        q, kv = (heads // ranks * self._head for heads in (config.num_attention_heads, config.num_key_value_heads))
+        self._widths = q, kv, kv, q
+        self._window = config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
+        self.gate_bias = nn.Parameter(torch.empty(q // self._head, dtype=parallel.params_dtype))
+        self.qkvg_proj = column(config.hidden_size, sum(self._widths) * ranks, parallel)
+        self.o_proj = row(q * ranks, config.hidden_size, parallel)
+        norm = partial(BeamRMSNorm, self._head, config.rms_norm_eps)
+        self.q_norm, self.k_norm = norm().to(parallel.params_dtype), norm().to(parallel.params_dtype)
+
+    def forward(self, x: Tensor, packed: Packed) -> Tensor:
+        """Of this rank's rows; attends over all rows."""
+        qkvg = self.qkvg_proj(x)[0].squeeze(1)
+        parts = qkvg.split(self._widths, dim=-1)
+        query, key, value, gate = (part.unflatten(-1, (-1, self._head)) for part in parts)
+        rotated = self._window is not None
+        query, key = packed.placed(self.q_norm(query), self.k_norm(key), rotated)
+        out = packed.attend(query, key, value, self._window)
+        out = out * torch.sigmoid(gate + self.gate_bias[:, None])
+        result: Tensor = self.o_proj(out.flatten(1).unsqueeze(1))[0]
+        return result
+
+
+class Mlp(nn.Module):
+    """A dense layer: each tensor rank has a part of the hidden units."""
+
+    def __init__(self, config: BeamConfig, parallel: ModelParallelConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = column(config.hidden_size, 2 * config.intermediate_size, parallel)
+        self.down_proj = row(config.intermediate_size, config.hidden_size, parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of this rank's rows."""
+        result: Tensor = self.down_proj(swiglu(self.gate_up_proj(x)[0]))[0]
+        return result
+
+
+class Layer(nn.Module):
+    """Attention and an MLP, each between two norms, added to what came in by a share that shrinks with depth."""
+
+    def __init__(self, config: BeamConfig, layer: int, parallel: ModelParallelConfig, experts: ProcessGroup) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer, parallel)
+        sparse = config.mlp_layer_types[layer] == "sparse"
+        self.mlp = Moe(config, experts, parallel.params_dtype) if sparse else Mlp(config, parallel)
+        norm = partial(BeamRMSNorm, config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = norm().to(parallel.params_dtype)
+        self.post_attention_layernorm = norm().to(parallel.params_dtype)
+        self.pre_feedforward_layernorm = norm().to(parallel.params_dtype)
+        self.post_feedforward_layernorm = norm().to(parallel.params_dtype)
+        self._adds = 2 * (layer + 1), 2 * (layer + 1) + 1
+
+    def forward(self, h: Tensor, packed: Packed) -> Tensor:
+        """Of this rank's rows ``[rows, 1, D]``."""
+        x = self.post_attention_layernorm(self.self_attn(self.input_layernorm(h), packed))
+        h = depth_scaled_residual_add(x, h, self._adds[0])
+        x = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(h)))
+        return depth_scaled_residual_add(x, h, self._adds[1])
+
+
+def column(inputs: int, outputs: int, parallel: ModelParallelConfig) -> ColumnParallelLinear:
+    """A matrix whose outputs are cut over the tensor ranks; without a bias, and not filled."""
+    return ColumnParallelLinear(inputs, outputs, config=parallel, init_method=_none, bias=False)
+
+
+def row(inputs: int, outputs: int, parallel: ModelParallelConfig) -> RowParallelLinear:
+    """A matrix whose inputs are cut over the tensor ranks; without a bias, and not filled."""
+    return RowParallelLinear(
+        inputs, outputs, config=parallel, init_method=_none, bias=False, input_is_parallel=True, skip_bias_add=True
+    )
+
+
+def _none(_: Tensor) -> None:
+    """Weights are read, not drawn."""

@@ -1,0 +1,84 @@
+"""Attention over sequences that lie end to end, with a window or without, and what depends on positions."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import BeamConfig
+from transformers.models.beam.modeling_beam import (
+    BeamRotaryEmbedding,
+    apply_rotary_pos_emb,
+    compute_attention_scaling,
+)
+
+from beamline.policy.attention import window_mask
+
+_FLASH_TYPES = torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What the layers of a pass share: borders of the sequences, rotations, and the scale of unrotated queries.
+
+    ``borders_B1`` are those of ``cu_seqlens_B1`` on the host; ``longest`` is the length of the longest sequence.
+    """
+
+    borders_B1: tuple[int, ...]
+    cu_seqlens_B1: Tensor
+    longest: int
+    cos_Nd: Tensor
+    sin_Nd: Tensor
+    scale_N: Tensor
+
+    @classmethod
+    def of(cls, borders_B1: tuple[int, ...], config: BeamConfig, device: torch.device) -> "Packed":
+        """Sequences with these borders; positions begin at 0 in each."""
+        lengths = [b - a for a, b in pairwise(borders_B1)]
+        position_ids_1N = torch.cat([torch.arange(length) for length in lengths]).to(device)[None]
+        rotary = BeamRotaryEmbedding(config).to(device)
+        cos, sin = rotary(torch.empty(0), position_ids_1N, "sliding_attention")
+        scale = compute_attention_scaling(position_ids_1N).reshape(-1)
+        cu_seqlens = torch.tensor(borders_B1, dtype=torch.int32, device=device)
+        return cls(borders_B1, cu_seqlens, max(lengths), cos[0], sin[0], scale)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all sequences."""
+        return self.borders_B1[-1]
+
+    def placed(self, query_NHd: Tensor, key_NGd: Tensor, rotated: bool) -> tuple[Tensor, Tensor]:
+        """Queries and keys that know their positions: rotated, or scaled queries."""
+        if rotated:
+            turned: tuple[Tensor, Tensor] = apply_rotary_pos_emb(query_NHd, key_NGd, self.cos_Nd, self.sin_Nd)
+            return turned
+        return (query_NHd.float() * self.scale_N[:, None, None]).to(query_NHd.dtype), key_NGd
+
+    def attend(self, query_NHd: Tensor, key_NGd: Tensor, value_NGd: Tensor, window: int | None) -> Tensor:
+        """Causal attention within each sequence, ``[N, H, d]``; a query sees ``window`` tokens, itself included.
+
+        By torch's flash attention for 16 bits on a GPU; else sequence by sequence, which is for tests.
+        """
+        if query_NHd.is_cuda and query_NHd.dtype in _FLASH_TYPES:
+            return self._flash(query_NHd, key_NGd, value_NGd, window)
+        spans = [slice(a, b) for a, b in pairwise(self.borders_B1)]
+        return torch.cat([self._alone(query_NHd[span], key_NGd[span], value_NGd[span], window) for span in spans])
+
+    def _flash(self, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        borders: Any = (self.cu_seqlens_B1, self.cu_seqlens_B1, self.longest, self.longest)
+        left = -1 if window is None else window - 1
+        out: Tensor = varlen_attn(query, key, value, *borders, window_size=(left, 0), enable_gqa=True)  # type: ignore[assignment]
+        return out
+
+    @staticmethod
+    def _alone(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+        length, shared = len(query), query.shape[1] // key.shape[1]
+        q, k, v = query, key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        mask = window_mask(length, window).to(q.device) if window is not None and window < length else None
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return out[0].transpose(0, 1)
