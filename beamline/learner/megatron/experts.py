@@ -61,7 +61,8 @@ class Experts(nn.Module):
     def _own_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
         inner = swiglu(grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends))
-        return grouped_product(inner, self.down_proj.transpose(1, 2), ends)
+        outer: Tensor = grouped_product(inner, self.down_proj.transpose(1, 2), ends)
+        return outer
 
 
 class Moe(nn.Module):
@@ -77,7 +78,8 @@ class Moe(nn.Module):
         """Rows ``[N, 1, D]`` of this rank."""
         x_ND = x_N1D.squeeze(1)
         _, weights_NK, chosen_NK = self.gate(x_ND)
-        return (self.experts(x_ND, weights_NK, chosen_NK) * self._factor).unsqueeze(1)
+        mixed: Tensor = self.experts(x_ND, weights_NK, chosen_NK)
+        return (mixed * self._factor).unsqueeze(1)
 
 
 class _Gather(torch.autograd.Function):

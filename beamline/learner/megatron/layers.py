@@ -81,7 +81,8 @@ class Layer(nn.Module):
         x = self.post_attention_layernorm(self.self_attn(self.input_layernorm(h), packed))
         h = depth_scaled_residual_add(x, h, self._adds[0])
         x = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(h)))
-        return depth_scaled_residual_add(x, h, self._adds[1])
+        out: Tensor = depth_scaled_residual_add(x, h, self._adds[1])
+        return out
 
 
 def column(inputs: int, outputs: int, parallel: ModelParallelConfig) -> ColumnParallelLinear:

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.enums import ModelType
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -15,16 +17,16 @@ from transformers.models.beam.modeling_beam import BeamRMSNorm
 from beamline.learner.megatron.head import head_logprobs
 from beamline.learner.megatron.layers import Layer, column
 from beamline.learner.megatron.layout import held
-from beamline.learner.megatron.mesh import Mesh, check_mesh, stage_layers
+from beamline.learner.megatron.mesh import Mesh, stage_layers
 from beamline.learner.megatron.packed import Packed
 from beamline.model.beam import BeamShape
 from beamline.model.layout import DType
-from beamline.model.placement import Placed
+from beamline.model.placement import Held, Placed
 from beamline.transfer.dtypes import TORCH_DTYPES
 
 
 @dataclass
-class ParallelConfig(ModelParallelConfig):
+class ParallelConfig(ModelParallelConfig):  # type: ignore[misc]
     """What Megatron-Core's layers and schedules ask for beyond how a model is cut."""
 
     hidden_size: int = 0
@@ -84,13 +86,15 @@ class Stage(nn.Module):
         ModelError: the model cannot be cut for the mesh.
     """
 
+    model_type = ModelType.encoder_or_decoder  # for Megatron-Core's schedules
+
     def __init__(self, config: BeamConfig, mesh: Mesh, dtype: DType, device: torch.device) -> None:
         super().__init__()
         self.beam, self.shape = config, BeamShape.from_config(config.to_dict())
-        check_mesh(self.shape, mesh)
         self.config = parallel_config(config, mesh, TORCH_DTYPES[dtype])
-        self._dtype, self._mesh, self._rank = dtype, mesh, torch.distributed.get_rank()
-        self._stage = mesh.place(self._rank).stage
+        rank = torch.distributed.get_rank()
+        self._mesh, self._stage = mesh, mesh.place(rank).stage
+        self._held = held(self.shape, mesh, rank, dtype)
         self._input: Tensor | None = None
         with torch.device("meta"):
             self._build(parallel_state.get_expert_model_parallel_group())
@@ -109,10 +113,15 @@ class Stage(nn.Module):
     def placed(self) -> Iterator[tuple[Placed, Tensor]]:
         """Each slice of a checkpoint's tensor that lies here, and where: a view of a parameter or buffer."""
         own = dict(self.named_parameters()) | dict(self.named_buffers())
-        for parameter in held(self.shape, self._mesh, self._rank, self._dtype):
-            for part in parameter.placed():
-                view = own[parameter.name].data[part.box]
+        for each in self._held:
+            for part in each.placed():
+                view = own[part.parameter].data[part.box]
                 yield part, view[0] if view.dim() > len(part.part.size) else view
+
+    def trained(self) -> Iterator[tuple[Held, nn.Parameter]]:
+        """The parameters, each with what it holds."""
+        own = dict(self.named_parameters())
+        return ((each, own[each.name]) for each in self._held if each.name in own)
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
         """Take what the stage before made, as Megatron-Core's schedules hand it over."""
@@ -123,15 +132,15 @@ class Stage(nn.Module):
 
         ``input_ids_N`` are used by the first stage alone. N is a multiple of the tensor ranks.
         """
-        h = self._input
+        h, model = self._input, cast(Any, self.model)
         if self.first:
-            h = self.model.embed_tokens(input_ids_N[None])
+            h = model.embed_tokens(input_ids_N[None])
             h = h if self.config.sequence_parallel else h.transpose(0, 1)
         assert h is not None
-        for layer in self.model.layers.values():
+        for layer in model.layers.values():
             h = layer(h, packed)
         if self.last:
-            h = self.model.norm(h)
+            h = model.norm(h)
             if self.config.sequence_parallel:
                 h = gather_from_sequence_parallel_region(h)
         return h

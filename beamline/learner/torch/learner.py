@@ -11,23 +11,22 @@ from torch import Tensor, nn
 
 from beamline.algorithms.diagnostics import Compared, Learned, joined
 from beamline.algorithms.guards import check_mismatch, check_ratio
-from beamline.algorithms.kl import kl_losses
 from beamline.algorithms.loss import LossConfig
-from beamline.algorithms.losses import Tokens, token_losses
 from beamline.checkpoint.shards import ShardReader, ShardWriter
 from beamline.config.kl import KlLoss
 from beamline.config.policy import PolicyConfig
 from beamline.config.schema import LearnerConfig
 from beamline.learner.learner import Outputs, StepStats, Weights
-from beamline.learner.planning import Plan, Planned, evaluated, micro_batches, needs_old, plan
+from beamline.learner.planning import Plan, evaluated, micro_batches, needs_old, plan
 from beamline.learner.torch.evaluation import Chosen, Evaluation, every_row
 from beamline.learner.torch.optimizer import Optimizer
+from beamline.learner.update import MicroBatch, compared_of, loss_of, micro_batch
 from beamline.model.layout import Layout, TensorSlice, WeightKind
 from beamline.policy import model
 from beamline.policy.dropout import Dropout
 from beamline.policy.lora import Adapters
 from beamline.policy.weights import first_not_finite, module_layout, named_tensors, raw
-from beamline.records import Batch, Experience, pack
+from beamline.records import Experience
 from beamline.transfer.dtypes import DTYPE_NAMES
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import TransferPlan
@@ -36,32 +35,10 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class _MicroBatch:
-    """Planned sequences, packed, and their T trained tokens as tensors; ``rows_T`` are the rows that predict them.
-
-    ``weights_T`` weigh all losses of a token and ``corrections_T`` its policy loss. ``old_logprobs_T`` is None where
-    pi_old is pi. ``verified_logprobs_T`` are those of a pass before the update, where a guard asks for it.
-    """
-
-    batch: Batch
-    planned: Sequence[Planned]
-    rows_T: Tensor
-    sequence_T: Tensor
-    advantages_T: Tensor
-    weights_T: Tensor
-    corrections_T: Tensor
-    sampler_logprobs_T: Tensor
-    old_logprobs_T: Tensor | None
-    reference_logprobs_T: Tensor | None
-    selected_T: Tensor | None
-    verified_logprobs_T: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class TorchPrepared:
     """A mini-batch cut into micro-batches."""
 
-    micro_batches: tuple[_MicroBatch, ...]
+    micro_batches: tuple[MicroBatch, ...]
     plan: Plan
     loss: LossConfig
 
@@ -135,7 +112,7 @@ class TorchLearner:
         reference = self._response_logprobs(sequences, "reference") if penalized else None
         planned = plan(batch, indices, old, reference, loss)
         cuts = micro_batches([p.experience.rows for p in planned.sequences], self._config.micro_batch_tokens)
-        micros = [_micro_batch([planned.sequences[i] for i in cut], loss) for cut in cuts]
+        micros = [micro_batch([planned.sequences[i] for i in cut], loss) for cut in cuts]
         if loss.first and loss.on_policy and loss.algorithm.guard.ratio:
             with torch.no_grad():
                 passes = [self._evaluate_update(micro, loss)[0] for micro in micros]
@@ -156,7 +133,7 @@ class TorchLearner:
             if not np.isfinite(loss):
                 raise FloatingPointError(f"the loss is {loss}; the update was not made")
             if prepared.loss.on_policy and compared is None and not self._drops:
-                compared = _compared(prepared.micro_batches, learned)
+                compared = compared_of(prepared.micro_batches, learned)
             self._guard_ratio(prepared, learned)
             self._guard_mismatch(prepared.loss, compared)
             if self._adapters is not None:
@@ -179,28 +156,11 @@ class TorchLearner:
         if loss.first and limit is not None and compared is not None:
             check_mismatch(compared.old_logprobs, compared.sampler_logprobs, limit)
 
-    def _backward(self, micro: _MicroBatch, loss: LossConfig) -> tuple[Tensor, Learned]:
+    def _backward(self, micro: MicroBatch, loss: LossConfig) -> tuple[Tensor, Learned]:
         """Add the micro-batch's gradient; returns its part of the loss, and its tokens as they were found."""
-        logprobs, entropy = self._evaluate_update(micro, loss)
-        old = logprobs.detach() if micro.old_logprobs_T is None else micro.old_logprobs_T
-        anchor = micro.sampler_logprobs_T if loss.algorithm.loss.anchor == "sampler" else old
-        tokens = Tokens(logprobs, anchor, micro.advantages_T, micro.sequence_T, micro.selected_T)
-        losses = token_losses(tokens, loss.algorithm.loss)
-        loss_T, kl_T, kl = micro.corrections_T * losses.loss_T, None, loss.algorithm.kl
-        if isinstance(kl, KlLoss):
-            assert micro.reference_logprobs_T is not None
-            kl_T = kl_losses(logprobs, anchor, micro.reference_logprobs_T, kl)
-            loss_T = loss_T + kl.coefficient * kl_T
-        total = (micro.weights_T * loss_T).sum()
+        total, learned = loss_of(micro, *self._evaluate_update(micro, loss), loss)
         total.backward()
-        return total.detach().double(), Learned(
-            logprobs=logprobs.detach().numpy(),
-            anchor_logprobs=anchor.numpy(),
-            entropy=entropy.numpy(),
-            clipped=losses.clipped_T.numpy(),
-            position=_positions(micro.planned),
-            reference_kl=None if kl_T is None else kl_T.detach().numpy(),
-        )
+        return total.detach().double(), learned
 
     def _evaluation_of(self, weights: Weights) -> Evaluation:
         if weights == "policy":
@@ -224,7 +184,7 @@ class TorchLearner:
         """Whether updates have dropout, so that the policy that they evaluate is not the one that samples."""
         return self._adapters is not None and self._policy.lora.dropout > 0
 
-    def _evaluate_update(self, micro: _MicroBatch, loss: LossConfig) -> tuple[Tensor, Tensor]:
+    def _evaluate_update(self, micro: MicroBatch, loss: LossConfig) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the trained tokens as the next update sees them: with its dropout."""
         if not self._drops:
             return self._evaluation(micro.batch, micro.rows_T)
@@ -282,46 +242,6 @@ class TorchLearner:
 
     def wake(self) -> None:
         """Nothing to take again on a CPU: gradients appear with the next backward pass."""
-
-
-def _micro_batch(planned: Sequence[Planned], loss: LossConfig) -> _MicroBatch:
-    batch = pack([sequence.experience for sequence in planned])
-    keep = np.concatenate([sequence.keep_R for sequence in planned])
-    kept_B = [int(sequence.keep_R.sum()) for sequence in planned]
-    rows_T = torch.from_numpy(batch.loss_mask_N.nonzero()[0][keep])
-
-    def of_tokens(name: str) -> Tensor | None:
-        columns = [getattr(sequence, name) for sequence in planned]
-        return None if columns[0] is None else torch.from_numpy(np.concatenate(columns)[keep])
-
-    corrections = of_tokens("correction_R")
-    assert corrections is not None
-    return _MicroBatch(
-        batch=batch,
-        planned=planned,
-        rows_T=rows_T,
-        sequence_T=torch.from_numpy(np.repeat(np.arange(len(planned)), kept_B)),
-        advantages_T=torch.from_numpy(batch.advantages_N)[rows_T],
-        weights_T=torch.from_numpy(np.repeat(np.array([p.weight for p in planned], dtype=np.float32), kept_B)),
-        corrections_T=corrections.float(),
-        sampler_logprobs_T=torch.from_numpy(batch.sampler_logprobs_N)[rows_T],
-        old_logprobs_T=None if loss.on_policy else of_tokens("old_logprobs_R"),
-        reference_logprobs_T=of_tokens("reference_logprobs_R"),
-        selected_T=of_tokens("selected_R"),
-    )
-
-
-def _positions(planned: Sequence[Planned]) -> Floats:
-    """Where in its response each kept token stands, from 0 to below 1."""
-    shares = [np.arange(len(p.keep_R), dtype=np.float32)[p.keep_R] / len(p.keep_R) for p in planned]
-    return np.concatenate(shares).astype(np.float32)
-
-
-def _compared(micros: Sequence[_MicroBatch], learned: Learned) -> Compared:
-    """In an update by the weights that sampled, pi is what the learner makes of what the sampler drew."""
-    sampler = np.concatenate([micro.sampler_logprobs_T.numpy() for micro in micros])
-    tokens_B = np.array([len(planned.keep_R) for micro in micros for planned in micro.planned], dtype=np.int64)
-    return Compared(sampler, learned.logprobs, tokens_B)
 
 
 def _slice(name: str, tensor: Tensor) -> TensorSlice:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from beamline.model.beam import BeamShape, ModelError
 from beamline.model.layout import TensorSlice
+from beamline.model.placement import Placed
 from beamline.records.codec import decode
 from beamline.rollout.vllm import patches
-from beamline.model.placement import Placed
 from beamline.rollout.vllm.layout import Mesh, placed
 from beamline.transfer.buckets import Copier, buckets, checksum, sample
 from beamline.transfer.dtypes import DTYPE_NAMES

@@ -1,0 +1,108 @@
+"""Parameters in flat memory: one buffer of weights and one of gradients, of which each data rank owns an equal part."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, all_gather_into_tensor, reduce_scatter_tensor
+
+from beamline.model.layout import TensorSlice
+from beamline.model.placement import Held
+
+_ALIGNED = 64  # elements at which parameters and parts begin: 128 bytes of BF16, which kernels like
+
+
+class Flat:
+    """The parameters of one type that are spread over the same ranks.
+
+    Weights are views of one buffer and gradients are added up in another, which is float32 (a sum of many micro-batches
+    in 16 bits would lose the small ones). Each rank of ``ranks`` owns an equal part of both, and updates that.
+
+    Args:
+        parameters: with what each holds, in the order of their memory. They become views.
+        ranks: those that hold the same parameters, each for other data.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[Held, nn.Parameter]], ranks: ProcessGroup) -> None:
+        self._parameters, self._ranks = parameters, ranks
+        sizes = [-(-p.numel() // _ALIGNED) * _ALIGNED for _, p in parameters]
+        self._starts = [0, *accumulate(sizes)]
+        unit = _ALIGNED * ranks.size()
+        total = -(-self._starts[-1] // unit) * unit
+        first = parameters[0][1]
+        self.weights = torch.zeros(total, dtype=first.dtype, device=first.device)
+        self.gradients = torch.zeros(total, dtype=torch.float32, device=first.device)
+        self._own = slice(ranks.rank() * total // ranks.size(), (ranks.rank() + 1) * total // ranks.size())
+        for start, (_, parameter) in zip(self._starts, parameters, strict=False):
+            view = self.weights[start : start + parameter.numel()].view_as(parameter)
+            view.copy_(parameter.data)
+            parameter.data = view
+            parameter.register_post_accumulate_grad_hook(self._adder(start))
+
+    @property
+    def own_weights(self) -> Tensor:
+        """The elements that this rank updates."""
+        return self.weights[self._own]
+
+    @property
+    def own_gradients(self) -> Tensor:
+        """Their gradients; those of all ranks after :meth:`sum_gradients`."""
+        return self.gradients[self._own]
+
+    def sum_gradients(self) -> None:
+        """Add up the gradients of all ranks, each for what it owns."""
+        if self._ranks.size() > 1:
+            reduce_scatter_tensor(self.own_gradients, self.gradients, group=self._ranks)
+
+    def share_weights(self) -> None:
+        """Give all ranks what each has updated."""
+        if self._ranks.size() > 1:
+            all_gather_into_tensor(self.weights, self.own_weights, group=self._ranks)
+
+    def owned(self) -> Iterator[tuple[TensorSlice, int, int]]:
+        """What this rank owns of the checkpoint's tensors: each box, and where it lies in what is owned."""
+        for start, (held, _) in zip(self._starts, self._parameters, strict=False):
+            for part in held.parts:
+                size = prod(part.size)
+                for box, first in boxes(part, self._own.start - start, self._own.stop - start):
+                    at = start + first - self._own.start
+                    yield box, at, at + prod(box.size)
+                start += size
+
+    def _adder(self, start: int) -> Callable[[Tensor], None]:
+        def add(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self.gradients[start : start + parameter.numel()].add_(parameter.grad.reshape(-1))
+            parameter.grad = None
+
+        return add
+
+
+def boxes(part: TensorSlice, start: int, stop: int) -> Iterator[tuple[TensorSlice, int]]:
+    """The elements ``start:stop`` of a matrix or vector in row order, as boxes, each with the first element of it.
+
+    Borders outside of it are moved to its ends. There are three boxes at most: the rest of a row, rows, part of a row.
+    """
+    start, stop = max(0, start), min(stop, prod(part.size))
+    width = part.size[-1]
+    while start < stop:
+        row, column = divmod(start, width)
+        if len(part.size) == 1:
+            rows, columns = None, (start, stop)
+        elif column or stop - start < width:
+            rows, columns = (row, row + 1), (column, min(width, column + stop - start))
+        else:
+            rows, columns = (row, stop // width), (0, width)
+        ranges = [columns] if rows is None else [rows, columns]
+        yield (
+            replace(
+                part,
+                start=tuple(s + a for s, (a, _) in zip(part.start, ranges, strict=True)),
+                stop=tuple(s + b for s, (_, b) in zip(part.start, ranges, strict=True)),
+            ),
+            start,
+        )
+        start += prod(b - a for a, b in ranges)

@@ -1,0 +1,239 @@
+"""What each rank of the learner does when all of them are asked for the same."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from numpy.typing import NDArray
+from torch import Tensor
+
+from beamline.algorithms.diagnostics import Learned
+from beamline.algorithms.loss import LossConfig
+from beamline.checkpoint.files import FileDigest
+from beamline.checkpoint.shards import Group, ShardReader, ShardWriter
+from beamline.config.schema import LearnerConfig
+from beamline.learner.megatron.mesh import Mesh
+from beamline.learner.megatron.model import Stage
+from beamline.learner.megatron.offload import Offload
+from beamline.learner.megatron.optimizer import MOMENTS, Optimizer
+from beamline.learner.megatron.packed import Packed
+from beamline.learner.planning import Planned, micro_batches
+from beamline.learner.update import loss_of, micro_batch
+from beamline.model.layout import TensorSlice
+from beamline.policy.weights import raw
+from beamline.records import Batch, Experience, pack
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Log-probabilities and entropies of chosen rows of one sequence, by its index."""
+
+    index: int
+    logprobs: Floats
+    entropy: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What an update found of one micro-batch: the sequences in it, by their indices, its loss, and its tokens."""
+
+    indices: list[int]
+    loss: float
+    learned: Learned
+
+
+class Rank:
+    """A stage, its optimizer, and what it does with sequences that every rank is given.
+
+    Args:
+        stage: with its weights.
+        mesh: of all ranks.
+        config: micro-batches and optimizer.
+        head_chunk_rows: rows whose logits exist at a time.
+    """
+
+    def __init__(self, stage: Stage, mesh: Mesh, config: LearnerConfig, head_chunk_rows: int) -> None:
+        self.stage, self._mesh, self._config, self._chunk = stage, mesh, config, head_chunk_rows
+        self.number = torch.distributed.get_rank()
+        self._place = mesh.place(self.number)
+        self.optimizer = Optimizer(stage, config.optimizer)
+        self._device = next(stage.parameters()).device
+        self._offload = Offload(*self.optimizer.memory())
+
+    @property
+    def _reports(self) -> bool:
+        """Whether this rank is the one of its data rank that knows what came out."""
+        return self.stage.last and self._place.tensor == 0
+
+    def evaluate(self, sequences: Sequence[Experience], chosen: Literal["responses", "all"]) -> list[Evaluated]:
+        """Log-probabilities and entropies, without a gradient, of this data rank's share of the sequences."""
+        shares = self._shares([sequence.rows for sequence in sequences])
+
+        def found(packed: Batch, share: list[int], hidden: Tensor) -> list[Evaluated]:
+            mask = packed.loss_mask_N if chosen == "responses" else np.ones(packed.rows, dtype=bool)
+            logprobs, entropy = (
+                x.cpu().numpy() for x in self._logprobs(packed, torch.from_numpy(mask.nonzero()[0]), hidden)
+            )
+            borders = np.cumsum(np.add.reduceat(mask, packed.cu_seqlens_B1[:-1], dtype=np.int64))[:-1]
+            parts = zip(share, np.split(logprobs, borders), np.split(entropy, borders), strict=True)
+            return [Evaluated(*each) for each in parts]
+
+        def step(share: list[int]) -> tuple[Batch, Any]:
+            if not share:
+                return self._nothing(), lambda hidden: (hidden.sum() * 0, [])
+            packed = pack([sequences[i] for i in share])
+            return packed, lambda hidden: (hidden.sum() * 0, found(packed, share, hidden))
+
+        with torch.no_grad():
+            results = self._run(map(step, shares), len(shares), forward_only=True)
+        return [each for result in results for each in result] if self._reports else []
+
+    def update(self, planned: Sequence[Planned], loss: LossConfig) -> list[Trained]:
+        """Add up the gradient of this data rank's share of the sequences; gives each micro-batch's loss and tokens."""
+        shares = self._shares([each.experience.rows for each in planned])
+
+        def step(share: list[int]) -> tuple[Batch, Any]:
+            if not share:
+                return self._nothing(), lambda hidden: (hidden.sum() * 0, [])
+            micro = micro_batch([planned[i] for i in share], loss).to(self._device)
+
+            def learned(hidden: Tensor) -> tuple[Tensor, Any]:
+                total, tokens = loss_of(micro, *self._logprobs(micro.batch, micro.rows_T, hidden), loss)
+                return total, [Trained(share, float(total.detach()), tokens)]
+
+            return micro.batch, learned
+
+        results = self._run(map(step, shares), len(shares), forward_only=False)
+        return [each for result in results for each in result] if self._reports else []
+
+    def forget(self) -> None:
+        """Drop the gradient."""
+        self.optimizer.zero()
+
+    def apply(self) -> float:
+        """Update the weights by the gradient; gives its norm.
+
+        Raises:
+            FloatingPointError: it is not finite, on every rank alike; nothing was updated.
+        """
+        return self.optimizer.step()
+
+    def sleep(self) -> None:
+        """Give device memory back."""
+        self._offload.sleep()
+
+    def wake(self) -> None:
+        """Take it again."""
+        self._offload.wake()
+
+    def not_finite(self) -> str | None:
+        """The name of a tensor with a weight that is not finite."""
+        return next((s.part.name for s in self.optimizer.owned() if not bool(torch.isfinite(s.master).all())), None)
+
+    def save(self, folder: Path) -> dict[str, FileDigest]:
+        """Write what this rank owns: float32 weights and moments, and buffers on one rank of those that have them."""
+        writer, states = ShardWriter(folder, self.number), list(self.optimizer.owned())
+        kept = [(each.part, view) for each, view in self._buffers()] if self._keeps_buffers else []
+        weights = [(state.part, state.master) for state in states] + kept
+        moments = [(_moment(s.part, name), getattr(s, name)) for s in states for name in MOMENTS]
+        groups: dict[Group, list[tuple[TensorSlice, Tensor]]] = {"policy": weights, "optimizer": moments}
+        for group, tensors in groups.items():
+            slices = [replace(part, dtype="float32") for part, _ in tensors]
+            writer.write(group, slices, (raw(tensor.cpu()).numpy() for _, tensor in tensors))
+        return writer.digests
+
+    def load(self, folder: Path, updates: int) -> None:
+        """Read what this rank owns of what ranks of any mesh wrote, and its buffers.
+
+        Raises:
+            CheckpointError: a tensor is missing, or its shape or type is another.
+        """
+        reader = ShardReader(folder)
+        for state in self.optimizer.owned():
+            _read(reader, "policy", state.part, state.master)
+            for name in MOMENTS:
+                _read(reader, "optimizer", _moment(state.part, name), getattr(state, name))
+        for each, view in self._buffers():
+            _read(reader, "policy", each.part, view)
+        self.optimizer.updates = updates
+        self.optimizer.share()
+
+    @property
+    def _keeps_buffers(self) -> bool:
+        return self._place.tensor == self._place.data == 0
+
+    def _buffers(self) -> Iterator[Any]:
+        names = {name for name, _ in self.stage.named_buffers()}
+        return (each for each in self.stage.placed() if each[0].parameter in names)
+
+    def _shares(self, rows: Sequence[int]) -> list[list[int]]:
+        """This data rank's micro-batches, as indices of sequences; on every rank equally many, some without any."""
+        cuts = micro_batches(rows, self._config.micro_batch_tokens)
+        data = self._mesh.data
+        own = cuts[self._place.data :: data]
+        return own + [[]] * (-(-len(cuts) // data) - len(own))
+
+    def _run(self, steps: Iterator[tuple[Batch, Any]], count: int, forward_only: bool) -> list[Any]:
+        """Forward, and backward, over micro-batches and stages (1F1B); what the last stage's losses found."""
+
+        def forward(iterator: Iterator[tuple[Batch, Any]], stage: Stage) -> tuple[Tensor, Any]:
+            batch, score = next(iterator)
+            ids, borders = self._filled(batch)
+            hidden = stage(ids, Packed.of(borders, stage.beam, self._device))
+            return hidden, partial(_scored, score)
+
+        if not count:
+            return []
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=steps,
+            model=self.stage,
+            num_microbatches=count,
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return results
+
+    def _filled(self, batch: Batch) -> tuple[Tensor, tuple[int, ...]]:
+        """Token ids and borders, with a sequence behind that makes the rows a multiple of the tensor ranks."""
+        missing = -batch.rows % self._mesh.tensor
+        ids = torch.from_numpy(np.append(batch.input_ids_N, np.arange(missing))).to(self._device)
+        borders = batch.cu_seqlens_B1.tolist()
+        return ids, tuple(borders + [borders[-1] + missing] * bool(missing))
+
+    def _logprobs(self, batch: Batch, rows: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        temperature_N = np.repeat(batch.temperature_B, np.diff(batch.cu_seqlens_B1))
+        target_N = torch.from_numpy(batch.target_ids_N).to(self._device)
+        return self.stage.logprobs(
+            hidden, rows.to(self._device), target_N, torch.from_numpy(temperature_N).to(self._device), self._chunk
+        )
+
+    def _nothing(self) -> Batch:
+        """A micro-batch that nothing is learned from, for a rank that the others have to wait for at their experts."""
+        ids = np.arange(self._mesh.tensor, dtype=np.int64)
+        zeros = np.zeros(len(ids), dtype=np.float32)
+        borders = np.array([0, len(ids)])
+        return Batch(ids, ids, ids, borders, zeros > 0, zeros, zeros, np.ones(1, np.float32), None)
+
+
+def _scored(score: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+    """What Megatron-Core's schedules want of a loss: its value, a number of tokens (of no use here), what to keep."""
+    total, found = score(hidden)
+    return total, torch.zeros((), dtype=torch.int, device=hidden.device), found
+
+
+def _moment(part: TensorSlice, name: str) -> TensorSlice:
+    return replace(part, name=f"{part.name}/{name}")
+
+
+def _read(reader: ShardReader, group: Group, part: TensorSlice, into: Tensor) -> None:
+    found = reader.read(group, replace(part, dtype="float32"))
+    into.copy_(torch.from_numpy(found).view(torch.float32))
