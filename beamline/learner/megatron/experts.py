@@ -72,14 +72,14 @@ class Moe(nn.Module):
         super().__init__()
         self.gate = BeamTopKRouter(config).float()
         self.experts = Experts(config, ranks, dtype)
-        self._factor = config.routed_scaling_factor
+        self._factor: float = config.routed_scaling_factor
 
     def forward(self, x_N1D: Tensor) -> Tensor:
         """Rows ``[N, 1, D]`` of this rank."""
         x_ND = x_N1D.squeeze(1)
         _, weights_NK, chosen_NK = self.gate(x_ND)
-        mixed: Tensor = self.experts(x_ND, weights_NK, chosen_NK)
-        return (mixed * self._factor).unsqueeze(1)
+        mixed: Tensor = self.experts(x_ND, weights_NK, chosen_NK) * self._factor
+        return mixed.unsqueeze(1)
 
 
 class _Gather(torch.autograd.Function):

@@ -1,10 +1,10 @@
 """The engine processes of a sampler, together: started side by side, asked together, replaced when one fails."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import wait
+from threading import Thread
 from typing import Any, TypeVar
 
 from beamline.rollout.vllm.replica import EngineFailedError, Launch, Replica
@@ -56,16 +56,26 @@ class Fleet:
     def replace(self, replica: int, error: EngineFailedError) -> None:
         """Start an engine again that has failed, as it was at its start: without the weights that it was given since.
 
+        One that fails in its start is started again, too.
+
         Raises:
-            EngineFailedError: that was done too often already, or it failed again.
+            EngineFailedError: that was done too often already, or it refuses to start.
         """
-        if self.restarts >= self._max_restarts:
-            times = f"{self.restarts} engines were started again before it (rollout.vllm.max_restarts)"
-            raise EngineFailedError(f"{error}\n{times}") from error
-        self.restarts += 1
-        self._say(f"{error}\nit is started again ({self.restarts} of at most {self._max_restarts} times)")
-        self.replicas[replica] = Replica(self._launches[replica], self._say)
-        self._await(self.replicas[replica])
+        while True:
+            if self.restarts >= self._max_restarts:
+                times = f"{self.restarts} engines were started again before it (rollout.vllm.max_restarts)"
+                raise EngineFailedError(f"{error}\n{times}") from error
+            self.restarts += 1
+            self._say(f"{error}\nit is started again ({self.restarts} of at most {self._max_restarts} times)")
+            try:
+                self.replicas[replica] = Replica(self._launches[replica], self._say)
+                self._await(self.replicas[replica])
+            except EngineFailedError as again:
+                if again.hopeless:
+                    raise
+                error = again
+            else:
+                return
 
     def _await(self, replica: Replica) -> None:
         self._say(f"engine {replica.name} is ready: {replica.ready()}")
@@ -74,8 +84,13 @@ class Fleet:
         """End all processes, side by side: one that does not listen is given its seconds only once."""
         if not self.replicas:
             return
-        with ThreadPoolExecutor(len(self.replicas), "engine end") as pool:
-            endings = [pool.submit(replica.stop) for replica in self.replicas]
+        endings = [Thread(target=_end, args=(replica,), name="engine end") for replica in self.replicas]
         for ending in endings:
-            with suppress(EngineFailedError):  # that the kernel does not end one keeps none of the others alive
-                ending.result()
+            ending.start()
+        for ending in endings:
+            ending.join()
+
+
+def _end(replica: Replica) -> None:
+    with suppress(EngineFailedError):  # that the kernel does not end one keeps none of the others alive
+        replica.stop()

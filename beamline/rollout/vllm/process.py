@@ -40,7 +40,6 @@ SHOW_STACK = signal.SIGUSR1
 """An engine process that gets it writes where it is to its log, even if it hangs."""
 
 _PROGRESS_SECONDS = 0.25  # between two reports of it
-_LAST_SECONDS = 60.0  # for the controller to take what a failed engine has to say
 
 
 class Engine(Protocol):
@@ -159,8 +158,9 @@ def serve(connection: socket.socket, build: Callable[[dict[str, Any]], Engine]) 
     except Exception as error:  # noqa: BLE001  whatever it is, the controller must know
         with suppress(OSError):  # the disk may be full; the controller must know all the same
             traceback.print_exc()
-        outbox.put(Failed(traceback.format_exc(), hopeless=isinstance(error, BeamlineError)))
-        outbox.close(_LAST_SECONDS)
+        text = traceback.format_exc().encode(errors="backslashreplace").decode()  # it may quote what is no text
+        outbox.put(Failed(text, hopeless=isinstance(error, BeamlineError)))
+        outbox.close(None)  # the controller may be busy; if it ends, so does this process
         raise SystemExit(1) from None
 
 
@@ -181,6 +181,7 @@ def attach(descriptor: int) -> socket.socket:
     end_with_parent(os.getppid())  # a parent that is gone already is noticed by the first read
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides
     connection = socket.socket(fileno=descriptor)
+    connection.setblocking(True)
     connection.set_inheritable(False)  # or workers would keep it open
     os.register_at_fork(after_in_child=connection.close)  # and so would those that are forked
     faulthandler.enable()

@@ -33,7 +33,7 @@ from beamline.rollout.vllm.messages import (
     Submit,
 )
 from beamline.rollout.vllm.process import SHOW_STACK
-from beamline.rollout.vllm.wire import Inbox, Outbox
+from beamline.rollout.vllm.wire import Inbox, Outbox, WireError, pair
 
 T = TypeVar("T")
 
@@ -44,7 +44,10 @@ _GLANCE_SECONDS = 0.2  # between two looks at whether the process lives, which i
 _EXIT_SECONDS = 10.0  # from the end of the connection to that of the process
 _KILL_SECONDS = 30.0  # for the kernel to end what was killed: a GPU's driver takes its time
 _STACK_SECONDS = 2.0  # for a process that hangs to say where
-_LOG_BYTES = 1 << 22  # at most, from the end of a log
+_LOG_BYTES = 1 << 20  # at most, from the end of a log
+_ATTENTION_SECONDS = (
+    1.0  # that pass between two looks, at most: what is longer, this process did not run, or had not asked
+)
 _START_NUMBER = 0
 
 _STAGES = (
@@ -61,6 +64,15 @@ _STAGES = (
 
 # The kernel ends an engine when the *thread* that started it ends: that one has to live as long as this process.
 _LAUNCHER = ThreadPoolExecutor(1, "engine launcher")
+
+
+def _renew_launcher() -> None:
+    """In a forked process, which has no threads."""
+    global _LAUNCHER
+    _LAUNCHER = ThreadPoolExecutor(1, "engine launcher")
+
+
+os.register_at_fork(after_in_child=_renew_launcher)
 
 
 class EngineFailedError(BeamlineError, RuntimeError):
@@ -104,7 +116,8 @@ class Replica:
     def __init__(self, launch: Launch, say: Callable[[str], None]) -> None:
         self.name = launch.log.stem
         self._launch, self._say = launch, say
-        self._launched = self._answered = self._moved = time.monotonic()
+        self._looked, self._now = time.monotonic(), 0.0  # seconds in which this process paid attention
+        self._answered = self._moved = 0.0
         self._finished: list[Finished] = []
         self._asked: dict[int, str] = {}  # what each number stands for, until the answer is fetched
         self._answers: dict[int, bytes] = {}
@@ -114,7 +127,7 @@ class Replica:
         self._end: str | None = None  # how it ended, once that is known
         self._failure: EngineFailedError | None = None
         self._closed = False
-        ours, theirs = socket.socketpair()
+        ours, theirs = pair()
         try:
             self._process, self._log_start = _LAUNCHER.submit(_launch, launch, theirs.fileno()).result()
         except OSError as error:
@@ -150,26 +163,27 @@ class Replica:
         Raises:
             EngineFailedError: it failed, or took longer than ``start_seconds``.
         """
-        said = self._launched
+        said = 0.0
         self._listen(0.0)
         while _START_NUMBER not in self._answers:
             doing = stage(self._log())
-            self._verify(self._launched, self._launch.start_seconds, f"its start, {doing}")
-            if time.monotonic() - said >= SAY_SECONDS:
-                said = time.monotonic()
-                self._say(f"engine {self.name}: {doing} ({said - self._launched:.0f} s)")
+            self._verify(0.0, self._launch.start_seconds, f"its start, {doing}")
+            if self._now - said >= SAY_SECONDS:
+                said = self._now
+                self._say(f"engine {self.name}: {doing} ({said:.0f} s)")
             self._listen(_GLANCE_SECONDS)
-        return decode(self._answers.pop(_START_NUMBER), Started)
+        return self._decoded(_START_NUMBER, Started)
 
     def send(self, command: Command) -> None:
         """Send a command; never waits. Numbers are the caller's: each at most once, from 1 on.
 
         That the engine is gone is noticed by whatever waits for it next.
         """
+        self._outbox.put(command)
         match command:
             case Submit(asked):
                 if not self._open:
-                    self._moved = time.monotonic()
+                    self._moved = self._now
                 self._open.update(each.request.key for each in asked)
             case Abort(keys=keys):
                 self._open.difference_update(keys)
@@ -177,7 +191,6 @@ class Replica:
                 pass
         if not isinstance(command, Submit | Stop):
             self._asked[command.number] = type(command).__name__
-        self._outbox.put(command)
 
     def answer(self, number: int, kind: type[T]) -> T:
         """Wait for the answer to the command ``number``. What finishes meanwhile stays for :meth:`take`.
@@ -185,14 +198,13 @@ class Replica:
         Raises:
             EngineFailedError: the engine failed, or answered nothing for ``token_seconds``.
         """
-        since = time.monotonic()
+        since = self._now
         self._listen(0.0)
         while number not in self._answers:
             awaited = f"the answer to {self._asked[number]}"
             self._verify(max(since, self._answered), self._launch.token_seconds, awaited)
             self._listen(_GLANCE_SECONDS)
-        del self._asked[number]
-        return decode(self._answers.pop(number), kind)
+        return self._decoded(number, kind)
 
     def ask(self, command: Any, kind: type[T]) -> T:
         """Send a command that has a number and wait for its answer, as :meth:`answer` does."""
@@ -233,26 +245,48 @@ class Replica:
 
     def _listen(self, timeout: float) -> None:
         """Take in what has come; wait up to ``timeout`` seconds for the first of it."""
+        self._attend()
         if self._end is not None:
             return
         ended = self._process.poll() is not None  # looked at first: all that it sent is there to be read then
+        last, partial = time.monotonic() + timeout + _GLANCE_SECONDS, self._inbox.partial
         try:
             while (message := self._inbox.next(timeout)) is not None:
+                self._attend()
                 report: Report = decode(message, Report)  # type: ignore[arg-type]  # mypy: a union is no type
                 self._note(report)
                 timeout = 0.0
+                if time.monotonic() > last and not ended:  # there is more than can be taken in
+                    return
         except EOFError:
             ended = True
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, WireError) as error:
             self._end = f"sent what is no report: {error}"
             return
+        self._attend()
+        if self._inbox.partial > partial:  # while a long report arrives, no other can come
+            self._moved = self._answered = self._now
         if self._last_words:
             self._end = "failed"
         elif ended:
             self._end = self._ending()
 
-    def _note(self, report: Report) -> None:
+    def _attend(self) -> None:
+        """Let our clock go on, which stands still while nobody asks, or while all processes are stopped."""
         now = time.monotonic()
+        self._now += min(now - self._looked, _ATTENTION_SECONDS)
+        self._looked = now
+
+    def _decoded(self, number: int, kind: type[T]) -> T:
+        asked = self._asked.pop(number)
+        try:
+            return decode(self._answers.pop(number), kind)
+        except msgspec.MsgspecError as error:
+            self._end = f"sent what is no answer to {asked}: {error}"
+            raise self._failed(self._end) from error
+
+    def _note(self, report: Report) -> None:
+        now = self._now
         match report:
             case Answer(number, value):
                 self._answers[number] = value
@@ -270,13 +304,10 @@ class Replica:
                 assert_never(report)
 
     def _verify(self, since: float, seconds: float, awaited: str) -> None:
-        """Raise if the engine has ended, or if what is awaited ``since`` then has not come in ``seconds``.
-
-        While a long report arrives, none can come.
-        """
+        """Raise if the engine has ended, or if what is awaited ``since`` then has not come in ``seconds``."""
         if self._end is not None:
             raise self._failed(self._end)
-        waited = time.monotonic() - max(since, self._inbox.grew)
+        waited = self._now - since
         if waited > seconds:
             self._show_stack()
             self._end = f"hangs: {waited:.1f} s have passed without {awaited}"
@@ -323,7 +354,7 @@ class Replica:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(self._log_start, size - _LOG_BYTES))
                 return file.read().decode(errors="replace")
-        except FileNotFoundError:  # somebody removed it; how the engine ended is known all the same
+        except OSError:  # somebody removed it; how the engine ended is known all the same
             return ""
 
     def _close(self) -> str:
@@ -337,6 +368,8 @@ class Replica:
             time.sleep(0.01)
         if not left:
             self._process.wait()
+        with suppress(OSError):  # it has ended; nobody waits for who else may hold its end
+            self.connection.shutdown(socket.SHUT_RDWR)
         self._outbox.close(_EXIT_SECONDS)
         self.connection.close()
         return f"processes {left} are still there {_KILL_SECONDS:g} s after they were killed" if left else ""
@@ -375,7 +408,7 @@ def _running(group: int) -> list[int]:
     pids = []
     for status in Path("/proc").glob("[0-9]*/stat"):  # proc(5): pid (name) state ppid pgrp ...
         with suppress(FileNotFoundError, ProcessLookupError):
-            state, _, pgrp = status.read_text().rpartition(")")[2].split()[:3]
+            state, _, pgrp = status.read_text(errors="replace").rpartition(")")[2].split()[:3]
             if int(pgrp) == group and state not in "ZX":
                 pids.append(int(status.parent.name))
     return pids

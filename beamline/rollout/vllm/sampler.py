@@ -230,8 +230,8 @@ class VllmSampler:
 
     def _issue(self, replica: int, requests: Sequence[Request]) -> None:
         engine = self._fleet.replicas[replica]
-        self._in_flight |= {each.key: _Flight(each, replica, engine) for each in requests}
         engine.send(Submit([Asked(each, request_seed(self._seed, each.key)) for each in requests]))
+        self._in_flight |= {each.key: _Flight(each, replica, engine) for each in requests}
 
     def _take_in(self) -> None:
         for replica in range(len(self._fleet.replicas)):

@@ -8,6 +8,7 @@ import time
 import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import NoneType
@@ -23,8 +24,10 @@ from beamline.rollout.vllm.messages import (
     Abort,
     Asked,
     DeviceMemory,
+    Failed,
     Fill,
     Finish,
+    Finished,
     Loaded,
     Prepare,
     Report,
@@ -265,6 +268,8 @@ def test_time_with_nothing_to_do_does_not_count(start: Callable[..., Replica], m
     pass_time(2 * LONG, monkeypatch)
     replica.send(Submit([asked(0, 1)]))
     assert replica.take(0.0) == []
+    monkeypatch.setattr(replica_module, "STOP_SECONDS", 0.05)
+    replica.stop()
 
 
 def test_time_in_which_nobody_listened_does_not_count(
@@ -483,3 +488,127 @@ def test_a_log_that_is_gone_hides_nothing(start: Callable[..., Replica], tmp_pat
     os.kill(replica.pid, signal.SIGKILL)
     with pytest.raises(EngineFailedError, match="was killed by SIGKILL"):
         replica.ask(Prepare(1, [[]], 8), NoneType)
+
+
+def test_time_in_which_everything_stood_still_does_not_count(
+    start: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is paused: the clock jumps while this process waits."""
+    replica = start()
+    replica.ready()
+    replica.send(Submit([asked(0, 1_000_000_000)]))
+    until(lambda: replica.take(0.0) or replica.tokens)
+    os.kill(replica.pid, signal.SIGSTOP)
+    while replica.take(0.01) or wait([replica.connection], 0.0):
+        pass  # what it had sent
+    pass_time(2 * LONG, monkeypatch)
+    assert replica.take(0.01) == []
+    os.kill(replica.pid, signal.SIGCONT)
+    drawn = replica.tokens
+    until(lambda: replica.take(0.01) or replica.tokens > drawn)
+
+
+def test_other_processes_may_have_any_name(start: Callable[..., Replica]) -> None:
+    rename = "import ctypes; ctypes.CDLL(None).prctl(15, b'\\xd0\\x9f\\xd1', 0, 0, 0); print(1, flush=True); input()"
+    other = subprocess.Popen([sys.executable, "-c", rename], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdin is not None
+    assert other.stdout is not None
+    try:
+        other.stdout.readline()
+        replica = start()
+        replica.ready()
+        replica.stop()
+        assert not lives(replica.pid)
+    finally:
+        other.stdin.close()
+        other.wait()
+        other.stdout.close()
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
+def test_a_controller_may_have_closed_its_streams(closed: str, tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from beamline.rollout.vllm.messages import Submit
+from beamline.rollout.vllm.replica import Launch, Replica
+from tests.stub_engine import PROGRAM
+from tests.unit.rollout.test_engine_process import asked, completions
+replica = Replica(Launch(PROGRAM, {{}}, {{}}, Path({str(tmp_path / "stub.log")!r}), 60, 60), lambda line: None)
+replica.ready()
+replica.send(Submit([asked(0, 2)]))
+Path({str(tmp_path / "done")!r}).write_text(str(sorted(completions(replica, 1))))
+replica.stop()
+"""
+    (tmp_path / "controller.py").write_text(program)
+    command = f"{sys.executable} {tmp_path / 'controller.py'} {closed}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(command, shell=True, env=environment, timeout=LONG, check=True)
+    assert (tmp_path / "done").read_text() == "[0]"
+
+
+def test_a_default_timeout_of_sockets_is_not_ours(start: Callable[..., Replica]) -> None:
+    socket.setdefaulttimeout(0.05)
+    try:
+        replica = start()
+    finally:
+        socket.setdefaulttimeout(None)
+    replica.ready()
+    os.kill(replica.pid, signal.SIGSTOP)
+    replica.send(Submit([asked(0, 2, 4_000_000)]))
+    assert not wait([replica.connection], 0.2)  # longer than that timeout
+    os.kill(replica.pid, signal.SIGCONT)
+    assert set(completions(replica, 1)) == {0}
+
+
+def test_what_cannot_be_sent_is_not_in_flight(start: Callable[..., Replica]) -> None:
+    replica = start()
+    replica.ready()
+    unclear = Asked(replace(asked(0, 1).request, key=Key("train", 1, "\ud800", 0)), seed=0)
+    with pytest.raises(UnicodeEncodeError):
+        replica.send(Submit([unclear]))
+    assert replica.in_flight == 0
+
+
+def test_an_answer_of_another_kind_is_the_engines_fault(start: Callable[..., Replica]) -> None:
+    replica = start()
+    replica.ready()
+    with pytest.raises(EngineFailedError, match="sent what is no answer to Sleep"):
+        replica.ask(Sleep(1, 1), Loaded)
+    assert not lives(replica.pid)
+
+
+def test_a_forked_process_can_start_engines_of_its_own(start: Callable[..., Replica], tmp_path: Path) -> None:
+    start().ready()
+    child = os.fork()
+    if not child:
+        try:
+            mine = Replica(Launch(PROGRAM, {}, {}, tmp_path / "mine.log", LONG, LONG), lambda line: None)
+            mine.ready()
+            mine.stop()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_failure_waits_for_a_busy_controller(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its last words, and what had finished before, are more than a socket takes."""
+    ours, theirs = socket.socketpair()
+    outbox = Outbox(ours)
+    for command in (Start(0, {}), Submit([asked(0, 2, 4_000_000), asked(1, 4, 4_000_000)])):
+        outbox.put(command)
+
+    def fail() -> None:
+        with pytest.raises(SystemExit):
+            serve(theirs, lambda _: StubEngine(Namespace(fault="die", after=3)))
+
+    engine = threading.Thread(target=fail)
+    engine.start()
+    until(lambda: "told to die" in capsys.readouterr().err)
+    assert engine.is_alive()
+    inbox, reports = Inbox(ours), []
+    while not reports or not isinstance(reports[-1], Failed):
+        reports.append(decode(inbox.next(LONG), Report))
+    assert [each.completions[0].key.sample for each in reports if isinstance(each, Finished)] == [0]
+    engine.join()
+    outbox.close(LONG)

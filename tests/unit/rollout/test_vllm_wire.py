@@ -7,7 +7,7 @@ import pytest
 
 from beamline.records.codec import decode
 from beamline.rollout.vllm.messages import Failed, Progress, Report, Stop
-from beamline.rollout.vllm.wire import Inbox, Outbox
+from beamline.rollout.vllm.wire import Inbox, Outbox, WireError
 
 LONG = 60.0
 
@@ -63,6 +63,20 @@ def test_what_was_sent_before_the_end_is_received() -> None:
     assert inbox.next(LONG) == b"!"
     with pytest.raises(EOFError):
         inbox.next(LONG)
+
+
+def test_what_announces_too_much_is_no_message() -> None:
+    ours, theirs = socket.socketpair()
+    ours.sendall(b"what is this?")
+    with pytest.raises(WireError, match="bytes is announced"):
+        Inbox(theirs).next(LONG)
+
+
+def test_an_empty_message_is_one() -> None:
+    ours, theirs = socket.socketpair()
+    ours.sendall(bytes(8) + b"\x01\0\0\0\0\0\0\0!")
+    inbox = Inbox(theirs)
+    assert [inbox.next(LONG), inbox.next(LONG)] == [b"", b"!"]
 
 
 def test_an_outbox_whose_reader_is_gone_ends() -> None:
