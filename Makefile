@@ -8,7 +8,7 @@ VENV_GPU := .venv-gpu
 READY_GPU := $(VENV_GPU)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart quickstart-math test test-gpu lint bench clean
+.PHONY: help setup setup-gpu quickstart quickstart-math test test-gpu lint bench clean
 
 help:  ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,11 +37,15 @@ test: $(READY)  ## check style and types, then run all tests
 	$(BIN)/pytest -n 2 --dist worksteal
 
 $(READY_GPU): pyproject.toml constraints-gpu.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 12) <= v <= (3, 13) else f"vLLM needs Python 3.12 or 3.13, and {sys.executable} is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
+	@echo "Setting up $(VENV_GPU): vLLM, torch for CUDA and what they bring, which is many gigabytes."
 	$(PYTHON) -m venv $(VENV_GPU)
 	$(VENV_GPU)/bin/pip install --disable-pip-version-check -c constraints-gpu.txt -e '.[dev,vllm]'
 	@touch $@
 
-test-gpu: $(READY_GPU)  ## on a machine with an NVIDIA GPU and Python 3.12: what needs one; results in benchmarks/results
+setup-gpu: $(READY_GPU)  ## create .venv-gpu with vLLM, for a machine with an NVIDIA GPU (Python 3.12)
+
+test-gpu: $(READY_GPU)  ## in .venv-gpu: the tests that need a GPU; results in benchmarks/results
 	$(VENV_GPU)/bin/pytest tests/gpu
 
 lint: $(READY)  ## check style and types

@@ -330,6 +330,8 @@ def main() -> None:
     made = parser(__doc__, rounds=2)
     made.add_argument("--only", choices=SECTIONS, action="append", help="this part alone; may be given several times")
     options = made.parse_args()
+    if not torch.cuda.is_available():
+        made.error("this needs an NVIDIA GPU, and torch finds none")
     target = options.results / "gpu-vllm.json"
     found: dict[str, Any] = json.loads(target.read_text()) if options.only and target.is_file() else {}
     found["command"] = "python -m benchmarks.gpu_vllm"

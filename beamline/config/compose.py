@@ -26,6 +26,7 @@ from beamline.config.layers import (
     settings,
 )
 from beamline.config.schema import RunConfig
+from beamline.config.vllm import SECTION, instead_of
 
 DEFAULTS, BASE, RECIPE, OVERRIDES = range(4)
 UNRESOLVED = object()
@@ -159,7 +160,8 @@ def _explain(error: ErrorDetails, tree: Tree) -> Problem:
         setting.where if setting is not None else "",
     )
     if error["loc"][-1:] == ("[key]",):
-        return Problem(f"expected {_place(error['loc'][:-2])[1].kind}", key, where=where)
+        kind = _place(error["loc"][:-2])[1].kind
+        return Problem(f"{path[-1]!r} is no name that can stand here: expected {kind}", key, where=where)
     match error["type"]:
         case "extra_forbidden":
             return _unknown_key(path, error["input"], where)
@@ -184,14 +186,16 @@ def _explain(error: ErrorDetails, tree: Tree) -> Problem:
 
 def _unknown_key(path: KeyPath, given: Any, where: str) -> Problem:
     """Say which key was meant; when the unknown key holds one other key, the two are taken together."""
-    section, parent = ".".join(path[:-1]), _place(path[:-1])[1]
+    section, key, parent = ".".join(path[:-1]), path[-1], _place(path[:-1])[1]
     if owners := [name for name, variant in parent.variants.items() if path[-1] in variant.fields]:
         reason = f"exists only with {section}.{parent.discriminator}={' or '.join(owners)}"
         return Problem(reason, ".".join(path), shown(given), where)
     while isinstance(given, dict) and len(given) == 1:
         ((part, given),) = given.items()
         path = (*path, part)
-    if meant := nearest(".".join(path), section=isinstance(given, dict)):
+    if section == SECTION:
+        reason = f"unknown key; {instead_of(key)}"
+    elif meant := nearest(".".join(path), section=isinstance(given, dict)):
         reason = f"unknown key; did you mean {' or '.join(meant)}?"
     else:
         reason = f"unknown key; {section or 'a run'} has the keys {', '.join(parent.fields)}"

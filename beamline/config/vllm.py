@@ -1,5 +1,6 @@
 """Generation by vLLM: what of it is set here, and which of vLLM's own arguments stay free. Imports no vLLM."""
 
+import difflib
 from math import isfinite
 from typing import Annotated, Literal
 
@@ -72,6 +73,19 @@ break without a word; and what to do instead, or why."""
 
 TEMPERATURES = 0.01, 2.0
 """What vLLM draws with; it raises what is lower to the first, but for 0, and refuses what is higher than the second."""
+
+
+SECTION = "rollout.vllm"
+"""Where the settings below stand."""
+
+
+def instead_of(name: str) -> str:
+    """What to do in place of a key of this name in the section, where there is none."""
+    if name in OWNED:
+        return OWNED[name]
+    if near := difflib.get_close_matches(name, VllmConfig.model_fields, n=1, cutoff=0.75):
+        return f"did you mean {SECTION}.{near[0]}?"
+    return f"arguments of vLLM's own go under {SECTION}.engine_args"
 
 
 def _is_finite(value: JsonValue) -> bool:

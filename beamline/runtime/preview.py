@@ -1,6 +1,7 @@
 """What a run would do, found out without doing it."""
 
 import json
+from importlib.util import find_spec
 from math import prod
 
 from beamline.checkpoint import CheckpointStore
@@ -16,6 +17,7 @@ from beamline.runtime.data import Data, left_out, load_data
 from beamline.runtime.engines import base_fingerprint, check_model, load_adapters, load_chat, load_module, positions
 from beamline.runtime.resume import resume_from
 from beamline.runtime.session import open_from
+from beamline.runtime.vllm import INSTALL
 
 
 def preview(config: RunConfig) -> str:
@@ -47,6 +49,7 @@ def preview(config: RunConfig) -> str:
         _algorithm_line(config),
         *_settings_line(config),
         *_data_lines(data, config),
+        *_needs_lines(config),
     ]
     return "\n".join(lines)
 
@@ -57,6 +60,13 @@ def _at_a_time(rollout: RolloutConfig) -> str:
     vllm = rollout.vllm
     gpus = f"{vllm.replicas} vLLM engine{'s' * (vllm.replicas > 1)} of {vllm.devices_per_replica} GPU"
     return f"{vllm.replicas * vllm.max_sequences} at a time, on {gpus}{'s' * (vllm.devices_per_replica > 1)}"
+
+
+def _needs_lines(config: RunConfig) -> list[str]:
+    """What the run itself would lack on this machine."""
+    if config.rollout.engine == "vllm" and find_spec("vllm") is None:
+        return [f"needs       vLLM, which is not installed here: {INSTALL}"]
+    return []
 
 
 def _trained_line(config: RunConfig, shape: BeamShape) -> str:
@@ -85,7 +95,8 @@ def _algorithm_line(config: RunConfig) -> str:
 
 def _settings_line(config: RunConfig) -> list[str]:
     """What the recipe says of policy and algorithm, and of how samples are drawn, that is not the default."""
-    drawing = ("temperature", "top_", "min_", "record_", "dtype", "kv_dtype", "head_dtype")
+    drawing = ["temperature", "top_", "min_", "record_", "dtype", "kv_dtype", "head_dtype"]
+    drawing += ["vllm."] * (config.rollout.engine == "vllm")
     shown = ("policy.", "algorithm.", "data.order", *(f"rollout.{key}" for key in drawing))
     changed = differences(RunConfig(), config)
     values = {key: new for key, _, new in changed if key.startswith(shown) and new is not None}

@@ -15,6 +15,7 @@ from beamline.rollout.vllm.replica import Launch
 from beamline.rollout.vllm.sampler import VllmSampler
 from beamline.transfer.local import LocalChannel
 
+INSTALL = "make setup-gpu makes an environment with it (Python 3.12, Linux, an NVIDIA GPU); see docs/vllm.md"
 COMMAND = (sys.executable, "-P", "-m", "beamline.rollout.vllm.process")  # -P: not what lies in the current folder
 
 
@@ -30,7 +31,7 @@ def require_vllm() -> None:
         ConfigError: it is not installed.
     """
     if find_spec("vllm") is None:
-        reason = "vLLM is not installed: pip install 'beamline-rl[vllm]' (Linux, Python 3.12, an NVIDIA GPU)"
+        reason = f"vLLM is not installed here: {INSTALL}"
         raise ConfigError([Problem(reason, "rollout.engine", "vllm")])
 
 

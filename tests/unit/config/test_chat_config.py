@@ -46,5 +46,8 @@ def test_a_value_that_is_no_scalar_is_one_error(value: str) -> None:
 
 
 def test_a_name_that_no_template_could_use_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"arguments\.reasoning-effort: expected a mapping of names matching"):
+    with pytest.raises(
+        ConfigError,
+        match=r"arguments\.reasoning-effort: 'reasoning-effort' is no name that can stand here",
+    ):
         load_config(None, ["chat.template_arguments.reasoning-effort=low"])

@@ -120,7 +120,10 @@ def test_a_malformed_override_is_quoted(problems: Problems, override: str, reaso
         ("name: x\n1: 2", "recipe.yaml:2: 1: keys are text: quote it"),
         ("name: x\nlearner:\n  optimizer:\n    lrr: 1", "recipe.yaml:4: learner.optimizer.lrr=1: unknown key"),
         ("name: x\nsteps: yes", "recipe.yaml:2: steps=true: expected integer"),
-        ("data: {evaluation: {a.b: {source: arithmetic}}}", "recipe.yaml:1: data.evaluation.a.b: expected a mapping"),
+        (
+            "data: {evaluation: {a.b: {source: arithmetic}}}",
+            "recipe.yaml:1: data.evaluation.a.b: 'a.b' is no name that can stand here: expected a mapping",
+        ),
         ("steps: ???", 'recipe.yaml:1: steps="???": must be given a value'),
         ("name: ${nope}", "recipe.yaml:1: name=\"${nope}\": Interpolation key 'nope' not found"),
         ("data:\n  train: ${data}", 'recipe.yaml:2: data.train="${data}": Interpolation to parent node detected'),

@@ -77,7 +77,8 @@ def test_a_full_description_loads_again(tmp_path: Path) -> None:
         ("rollout.vllm.quantization=fp8", 'rollout.vllm.quantization="fp8": expected `none` or `fp8_per_tensor`'),
         (
             "rollout.vllm.engine_args={--max-num-seqs: 1}",
-            "--max-num-seqs: expected a mapping of names matching `^[a-z][a-z0-9_]*$` to (any value)",
+            "--max-num-seqs: '--max-num-seqs' is no name that can stand here: expected a mapping of names matching "
+            "`^[a-z][a-z0-9_]*$` to (any value)",
         ),
         ("rollout.replicas=2", "rollout.replicas=2: unknown key"),
     ],
@@ -85,6 +86,19 @@ def test_a_full_description_loads_again(tmp_path: Path) -> None:
 def test_a_wrong_value_is_named_with_what_is_valid(override: str, expected: str) -> None:
     (line, *_) = problems(override)
     assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("override", "instead"),
+    [
+        ("rollout.vllm.replica=2", "did you mean rollout.vllm.replicas?"),
+        ("rollout.vllm.gpu_memory_utilization=0.5", "use rollout.vllm.memory_share"),
+        ("rollout.vllm.max_num_batched_tokens=9", "arguments of vLLM's own go under rollout.vllm.engine_args"),
+        ("rollout.vllm.engine-args.seed=2", "did you mean rollout.vllm.engine_args?"),
+    ],
+)
+def test_an_unknown_key_may_be_meant_for_vllm(override: str, instead: str) -> None:
+    assert problems(override) == [f"override: {override}: unknown key", instead]
 
 
 # Arguments that stay free, and those that do not

@@ -64,7 +64,7 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_no_vllm", "_no_model")
 def test_an_engine_that_is_not_installed_is_an_error_before_the_model_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"vLLM is not installed: pip install 'beamline-rl\[vllm\]'") as caught:
+    with pytest.raises(ConfigError, match="vLLM is not installed here: make setup-gpu") as caught:
         engines.load_models(config_of(tmp_path))
     assert [(problem.key, problem.value) for problem in caught.value.problems] == [("rollout.engine", "vllm")]
 
@@ -83,7 +83,7 @@ def test_the_command_says_what_to_install_and_writes_nothing(
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
-    assert "pip install 'beamline-rl[vllm]'" in capsys.readouterr().err
+    assert "make setup-gpu" in capsys.readouterr().err
     assert not run.exists()
 
 

@@ -1,0 +1,237 @@
+"""The learner over Megatron-Core, on several meshes, against the torch learner and the Hugging Face module."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from beamline.checkpoint import ShardReader, ShardWriter
+from beamline.learner.learner import Learner, Outputs, StepStats
+from beamline.records import Experience
+from tests.cluster.learner import weights_of, with_learner
+from tests.cluster.ranks import on_ranks
+from tests.contract.engines import torch_learner
+from tests.contract.learning import GRADIENT, batch, gradient, loss_of, update, weights
+from tests.tiny_beam import beam_config, random_beam, reference, teacher_forced
+
+MESHES: dict[str, dict[str, int]] = {
+    "one rank": {},
+    "tensor and expert": {"tensor": 2, "expert": 2},
+    "data": {"data": 2},
+    "data and expert": {"data": 2, "expert": 2},
+    "pipeline": {"pipeline": 2},
+    "all": {"tensor": 2, "expert": 2, "pipeline": 2},
+}
+OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "warmup_updates": 3}
+ROWS = 40
+TOLERANCE = 1e-5
+"""Float32: what another order of additions makes of logits as large as these, whose cap bends them."""
+
+Result = dict[str, Any]
+
+
+def size_of(mesh: dict[str, int]) -> int:
+    return mesh.get("tensor", 1) * mesh.get("data", 1) * mesh.get("pipeline", 1)
+
+
+def run_on(
+    mesh: str, job: Callable[..., Any], *arguments: Any, optimizer: dict[str, Any] = OPTIMIZER, seed: int = 0
+) -> Any:
+    """What the job makes of a learner over the ranks of a mesh."""
+    sizes = MESHES[mesh]
+    shared = (job, sizes, beam_config(), weights_of(random_beam(seed)), optimizer, ROWS, "float32", arguments)
+    return on_ranks(size_of(sizes), with_learner, *shared)[0]
+
+
+def scenario(learner: Learner[Any], sequences: list[Experience]) -> Result:
+    """Evaluate, update three times, sleep in between, evaluate again."""
+    found: Result = {"before": learner.forward(sequences, ["logprobs", "entropy"]), "stats": []}
+    for number in range(3):
+        found["stats"].append(update(learner, sequences, loss_of(first=number == 0, guard={"mismatch": None})))
+        learner.sleep()
+        learner.wake()
+    off_policy = loss_of(on_policy=False, correction={"token_cap": 2.0})
+    found["stats"].append(update(learner, sequences[1:], off_policy))
+    found["after"] = learner.forward(sequences[:1], ["logprobs"])
+    return found
+
+
+@cache
+def by_torch() -> Result:
+    return scenario(torch_learner(random_beam(), ROWS, parity=False, **OPTIMIZER), batch())
+
+
+@cache
+def by_megatron(mesh: str) -> Result:
+    found: Result = run_on(mesh, scenario, batch())
+    return found
+
+
+@pytest.fixture(params=MESHES)
+def mesh(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def assert_same_tokens(ours: Outputs, theirs: Outputs) -> None:
+    for name in ("logprobs", "entropy"):
+        if getattr(theirs, name) is not None:
+            for one, other in zip(getattr(ours, name), getattr(theirs, name), strict=True):
+                np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE)
+
+
+def test_log_probabilities_are_those_of_the_hugging_face_module(mesh: str) -> None:
+    plain = reference(random_beam())
+    found = by_megatron(mesh)["before"].logprobs
+    for sequence, logprobs in zip(batch(), found, strict=True):
+        expected = teacher_forced(plain, sequence.rollout.token_ids, sequence.rollout.temperature)
+        np.testing.assert_allclose(logprobs, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_evaluation_is_that_of_the_torch_learner_before_and_after_updates(mesh: str) -> None:
+    for when in ("before", "after"):
+        assert_same_tokens(by_megatron(mesh)[when], by_torch()[when])
+
+
+def test_updates_are_those_of_the_torch_learner(mesh: str) -> None:
+    ours: list[StepStats]
+    theirs: list[StepStats]
+    ours, theirs = by_megatron(mesh)["stats"], by_torch()["stats"]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-5, abs=1e-6)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+        assert (one.lr, one.tokens, one.counted_tokens, one.kept_tokens) == (
+            other.lr,
+            other.tokens,
+            other.counted_tokens,
+            other.kept_tokens,
+        )
+        assert one.learned is not None
+        assert other.learned is not None
+        np.testing.assert_allclose(
+            np.sort(one.learned.logprobs), np.sort(other.learned.logprobs), rtol=0, atol=TOLERANCE
+        )
+
+
+def gradient_of(learner: Learner[Any], folder: Path) -> dict[str, NDArray[np.float64]]:
+    """The gradient of a first update, under checkpoint names, out of what is saved before and after it."""
+    learner.save(ShardWriter(folder / "before", 0))
+    update(learner, batch())
+    learner.save(ShardWriter(folder / "after", 0))
+    return gradient(saved(folder / "before"), saved(folder / "after"))
+
+
+def saved(folder: Path) -> dict[str, NDArray[np.float64]]:
+    """Whole tensors out of what any ranks have saved."""
+    reader, found = ShardReader(folder), {}
+    for part in reader.slices("policy"):
+        if part.name not in found:
+            whole = replace(part, start=(0,) * len(part.shape), stop=part.shape)
+            found[part.name] = reader.read("policy", whole).view(np.float32).astype(np.float64)
+    return found
+
+
+def test_each_gradient_is_that_of_the_torch_learner(mesh: str, tmp_path: Path) -> None:
+    """To 1e-4 of its largest entry, tensor by tensor: an error that only a small tensor has is seen."""
+    ours = run_on(mesh, gradient_of, tmp_path, optimizer=GRADIENT)
+    theirs = torch_learner(random_beam(), ROWS, parity=False, **GRADIENT)
+    before = weights(theirs)
+    update(theirs, batch())
+    expected = gradient(before, weights(theirs))
+    assert ours.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(
+            ours[name], values, rtol=0, atol=1e-4 * max(np.abs(values).max(), 1e-3), err_msg=name
+        )
+
+
+def save_after(learner: Learner[Any], folder: Path, updates: int) -> None:
+    for number in range(updates):
+        update(learner, batch()[number:])
+    learner.save(ShardWriter(folder, 0))
+
+
+def resume(learner: Learner[Any], folder: Path, to: Path) -> float:
+    learner.load(ShardReader(folder))
+    stats = update(learner, batch())
+    learner.save(ShardWriter(to, 0))
+    return stats.lr
+
+
+def test_what_one_mesh_saved_another_resumes(tmp_path: Path) -> None:
+    """Forth and back, and by the torch learner: the weights after one more update are the same."""
+    run_on("all", save_after, tmp_path / "all", 2)
+    rates = {
+        "data and expert": run_on("data and expert", resume, tmp_path / "all", tmp_path / "data", seed=1),
+        "all": run_on("all", resume, tmp_path / "all", tmp_path / "again", seed=1),
+    }
+    learner = torch_learner(random_beam(1), ROWS, parity=False, **OPTIMIZER)
+    rates["torch"] = resume(learner, tmp_path / "all", tmp_path / "torch")
+    assert set(rates.values()) == {1e-3}
+    whole = saved(tmp_path / "again")
+    for other in ("data", "torch"):
+        found = saved(tmp_path / other)
+        assert found.keys() == whole.keys()
+        for name, values in whole.items():
+            np.testing.assert_allclose(found[name], values, rtol=0, atol=TOLERANCE, err_msg=name)
+
+
+def test_what_is_saved_and_loaded_is_the_same_bits(tmp_path: Path) -> None:
+    run_on("all", save_after, tmp_path / "all", 1)
+    run_on("data and expert", load_and_save, tmp_path / "all", tmp_path / "data", seed=1)
+    run_on("all", load_and_save, tmp_path / "data", tmp_path / "again", seed=1)
+    for one, other in pairwise(("all", "data", "again")):
+        first, second = saved(tmp_path / one), saved(tmp_path / other)
+        assert all((first[name] == second[name]).all() for name in first)
+        moments = [ShardReader(tmp_path / each) for each in (one, other)]
+        for part in {part.name: part for part in moments[0].slices("optimizer")}.values():
+            whole = replace(part, start=(0,) * len(part.shape), stop=part.shape)
+            assert (moments[0].read("optimizer", whole) == moments[1].read("optimizer", whole)).all()
+
+
+def load_and_save(learner: Learner[Any], folder: Path, to: Path) -> None:
+    learner.load(ShardReader(folder))
+    learner.save(ShardWriter(to, 0))
+
+
+def spoiled(learner: Learner[Any], folder: Path) -> list[str]:
+    """A gradient that is not finite, and what becomes of weights and moments."""
+    learner.save(ShardWriter(folder / "before", 0))
+    sequences = batch()
+    sequences[0] = replace(sequences[0], advantage=float("inf"))
+    errors = []
+    for wrong in (sequences, batch()[:2]):
+        try:
+            update(learner, wrong)
+        except FloatingPointError as error:
+            errors.append(str(error))
+    learner.save(ShardWriter(folder / "after", 0))
+    return errors
+
+
+def test_an_update_that_is_not_finite_is_not_made(tmp_path: Path) -> None:
+    (error,) = run_on("data and expert", spoiled, tmp_path, optimizer={"lr": 0.0})
+    assert "the update was not made" in error
+    before, after = saved(tmp_path / "before"), saved(tmp_path / "after")
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+def nothing(learner: Learner[Any]) -> tuple[StepStats, StepStats]:
+    """Fewer sequences than data ranks, and none."""
+    silent = [replace(each, trained=False) for each in batch()]
+    return update(learner, batch()[:1]), update(learner, silent)
+
+
+def test_a_rank_without_sequences_waits_for_the_others(tmp_path: Path) -> None:
+    one, none = run_on("data and expert", nothing)
+    expected = update(torch_learner(random_beam(), ROWS, parity=False, **OPTIMIZER), batch()[:1])
+    assert one.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    assert none.skipped
+    assert torch.isfinite(torch.tensor(one.loss))
