@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+PROCESSES = get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch", "transformers.models.beam.modeling_beam", "megatron.core.parallel_state"])
 LIMIT = timedelta(seconds=120)
 
 
@@ -38,7 +40,7 @@ def on_cpu() -> None:
 
 def on_ranks(size: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What ``job(*arguments)`` gives on each of so many ranks, which are in one process group."""
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, get_context("spawn")) as pool:
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, PROCESSES) as pool:
         futures = [pool.submit(_rank, rank, size, f"{folder}/store", job, arguments) for rank in range(size)]
         return [future.result(LIMIT.total_seconds()) for future in futures]
 

@@ -29,7 +29,8 @@ MESHES: dict[str, dict[str, int]] = {
     "pipeline": {"pipeline": 2},
     "all": {"tensor": 2, "expert": 2, "pipeline": 2},
 }
-OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "warmup_updates": 3}
+OPTIMIZER: dict[str, Any] = {"lr": 1e-2, "eps": 0.1, "warmup_updates": 3}
+"""With an epsilon so large that the sign of a gradient which is all but 0 makes no difference."""
 ROWS = 40
 TOLERANCE = 1e-5
 """Float32: what another order of additions makes of logits as large as these, whose cap bends them."""
@@ -57,7 +58,7 @@ def scenario(learner: Learner[Any], sequences: list[Experience]) -> Result:
         found["stats"].append(update(learner, sequences, loss_of(first=number == 0, guard={"mismatch": None})))
         learner.sleep()
         learner.wake()
-    off_policy = loss_of(on_policy=False, correction={"token_cap": 2.0})
+    off_policy = loss_of(on_policy=False, guard={"mismatch": None}, correction={"weight": {"name": "tis"}})
     found["stats"].append(update(learner, sequences[1:], off_policy))
     found["after"] = learner.forward(sequences[:1], ["logprobs"])
     return found
@@ -84,7 +85,7 @@ def assert_same_tokens(ours: Outputs, theirs: Outputs) -> None:
     for name in ("logprobs", "entropy"):
         if getattr(theirs, name) is not None:
             for one, other in zip(getattr(ours, name), getattr(theirs, name), strict=True):
-                np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE)
+                np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_log_probabilities_are_those_of_the_hugging_face_module(mesh: str) -> None:
@@ -92,7 +93,7 @@ def test_log_probabilities_are_those_of_the_hugging_face_module(mesh: str) -> No
     found = by_megatron(mesh)["before"].logprobs
     for sequence, logprobs in zip(batch(), found, strict=True):
         expected = teacher_forced(plain, sequence.rollout.token_ids, sequence.rollout.temperature)
-        np.testing.assert_allclose(logprobs, expected, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(logprobs, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_evaluation_is_that_of_the_torch_learner_before_and_after_updates(mesh: str) -> None:
@@ -116,7 +117,7 @@ def test_updates_are_those_of_the_torch_learner(mesh: str) -> None:
         assert one.learned is not None
         assert other.learned is not None
         np.testing.assert_allclose(
-            np.sort(one.learned.logprobs), np.sort(other.learned.logprobs), rtol=0, atol=TOLERANCE
+            np.sort(one.learned.logprobs), np.sort(other.learned.logprobs), rtol=TOLERANCE, atol=TOLERANCE
         )
 
 
@@ -138,6 +139,7 @@ def saved(folder: Path) -> dict[str, NDArray[np.float64]]:
     return found
 
 
+@pytest.mark.parametrize("mesh", ["one rank", "data and expert", "all"])
 def test_each_gradient_is_that_of_the_torch_learner(mesh: str, tmp_path: Path) -> None:
     """To 1e-4 of its largest entry, tensor by tensor: an error that only a small tensor has is seen."""
     ours = run_on(mesh, gradient_of, tmp_path, optimizer=GRADIENT)
@@ -174,13 +176,13 @@ def test_what_one_mesh_saved_another_resumes(tmp_path: Path) -> None:
     }
     learner = torch_learner(random_beam(1), ROWS, parity=False, **OPTIMIZER)
     rates["torch"] = resume(learner, tmp_path / "all", tmp_path / "torch")
-    assert set(rates.values()) == {1e-3}
+    assert set(rates.values()) == {1e-2}
     whole = saved(tmp_path / "again")
     for other in ("data", "torch"):
         found = saved(tmp_path / other)
         assert found.keys() == whole.keys()
         for name, values in whole.items():
-            np.testing.assert_allclose(found[name], values, rtol=0, atol=TOLERANCE, err_msg=name)
+            np.testing.assert_allclose(found[name], values, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
 
 
 def test_what_is_saved_and_loaded_is_the_same_bits(tmp_path: Path) -> None:

@@ -108,10 +108,10 @@ class Optimizer:
             part.flat.own_weights.copy_(part.master)
             part.flat.share_weights()
 
-    def owned(self) -> Iterator[State]:
-        """What this rank owns, and no other rank."""
+    def states(self, alone: bool = False) -> Iterator[State]:
+        """What this rank updates; ``alone``: without what another tensor rank updates alike and is to be saved by."""
         for part in self._parts:
-            if part.kind.shared and self._tensor.rank() != 0:
+            if alone and part.kind.shared and self._tensor.rank() != 0:
                 continue
             for box, start, stop in part.flat.owned():
                 yield State(box, *(x[start:stop].view(box.size) for x in (part.master, part.exp_avg, part.exp_avg_sq)))

@@ -135,11 +135,11 @@ class Rank:
 
     def not_finite(self) -> str | None:
         """The name of a tensor with a weight that is not finite."""
-        return next((s.part.name for s in self.optimizer.owned() if not bool(torch.isfinite(s.master).all())), None)
+        return next((s.part.name for s in self.optimizer.states() if not bool(torch.isfinite(s.master).all())), None)
 
     def save(self, folder: Path) -> dict[str, FileDigest]:
-        """Write what this rank owns: float32 weights and moments, and buffers on one rank of those that have them."""
-        writer, states = ShardWriter(folder, self.number), list(self.optimizer.owned())
+        """Write what this rank updates, each once over all ranks: float32 weights and moments, and buffers."""
+        writer, states = ShardWriter(folder, self.number), list(self.optimizer.states(alone=True))
         kept = [(each.part, view) for each, view in self._buffers()] if self._keeps_buffers else []
         weights = [(state.part, state.master) for state in states] + kept
         moments = [(_moment(s.part, name), getattr(s, name)) for s in states for name in MOMENTS]
@@ -150,13 +150,13 @@ class Rank:
         return writer.digests
 
     def load(self, folder: Path, updates: int) -> None:
-        """Read what this rank owns of what ranks of any mesh wrote, and its buffers.
+        """Read what this rank updates, and its buffers, of what ranks of any mesh wrote.
 
         Raises:
             CheckpointError: a tensor is missing, or its shape or type is another.
         """
         reader = ShardReader(folder)
-        for state in self.optimizer.owned():
+        for state in self.optimizer.states():
             _read(reader, "policy", state.part, state.master)
             for name in MOMENTS:
                 _read(reader, "optimizer", _moment(state.part, name), getattr(state, name))
