@@ -69,6 +69,12 @@ def train(
 
         Console(soft_wrap=True, emoji=False).print(preview(config), highlight=False, markup=False)
         return
+    if config.learner.engine == "megatron" and os.environ.get("RANK", "0") != "0":  # torchrun numbers its processes
+        from beamline.runtime.engines import model_folder
+        from beamline.runtime.megatron import serve
+
+        serve(config, model_folder(config))
+        return
     from beamline.train import train as run
 
     run(config)

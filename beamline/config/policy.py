@@ -41,11 +41,12 @@ class PolicyConfig(Section):
     """Rollout routing replay: the learner sends each token to the experts that the sampler sent it to, and computes
     their weights itself."""
     parity: bool = True
-    """Evaluate the model with the kernels of the local sampler: log-probabilities of the same weights then have the
-    same bits in both engines, and the learner is faster. False = the operations of the Hugging Face module."""
+    """Of `learner.engine=torch`: evaluate the model with the kernels of the local sampler. Log-probabilities of the
+    same weights then have the same bits in both engines, and the learner is faster. False = the operations of the
+    Hugging Face module."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the model's weights. `bfloat16` is for a model that is frozen under adapters, without `parity`; adapters
-    are float32 in either case."""
+    """Type of the model's weights. With `learner.engine=torch`, `bfloat16` is for a model that is frozen under
+    adapters, without `parity`; adapters are float32 in either case. The Megatron learner has float32 weights beside."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     head_chunk_rows: Positive = 2048

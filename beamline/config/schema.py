@@ -187,11 +187,24 @@ class OptimizerConfig(Section):
     """The global gradient norm is clipped to this."""
 
 
+class ParallelConfig(Section):
+    """How many ranks of `learner.engine=megatron` share what; those that are left over are data parallel."""
+
+    tp: Positive = 1
+    """Tensor parallel: ranks that share each attention and dense layer, and the rows between them."""
+    ep: Positive = 1
+    """Expert parallel: ranks that share the experts of each layer; they are taken from the others of a stage."""
+    pp: Positive = 1
+    """Pipeline parallel: stages that the layers are divided into."""
+
+
 class LearnerConfig(Section):
     """The engine that trains."""
 
-    engine: Literal["torch"] = "torch"
-    """`torch`: the embedded learner, in this process; `policy.parity` says by which operations."""
+    engine: Literal["torch", "megatron"] = "torch"
+    """`torch`: the embedded learner, in this process; `policy.parity` says by which operations. `megatron`: over
+    Megatron-Core, on NVIDIA GPUs, one process for each of them (`torchrun`)."""
+    parallel: ParallelConfig = ParallelConfig()
     micro_batch_tokens: Positive = 4096
     """Most rows of a micro-batch; a longer sequence is a micro-batch of its own. Bounds memory; the result
     is the same but for rounding."""
@@ -305,6 +318,7 @@ class RunConfig(Section):
             *self._about_policy(),
             *self._about_sampling(),
             *self._about_engine(),
+            *self._about_learner(),
             *self._about_rewards(),
         ]:
             raise ValueError("; ".join(contradictions))
@@ -322,9 +336,9 @@ class RunConfig(Section):
                 f"policy.lora.experts=none leaves out {', '.join(left_out)} of policy.lora.targets: use "
                 "policy.lora.experts=per_expert, or other targets"
             )
-        if policy.dtype == "bfloat16" and lora.rank == 0:
+        if policy.dtype == "bfloat16" and lora.rank == 0 and self.learner.engine == "torch":
             yield "policy.dtype=bfloat16 is for a frozen model: small updates would be lost; set policy.lora.rank too"
-        if policy.dtype == "bfloat16" and policy.parity:
+        if policy.dtype == "bfloat16" and policy.parity and self.learner.engine == "torch":
             yield "policy.dtype=bfloat16 needs policy.parity=false: the kernels of parity compute in float32"
 
     def _about_sampling(self) -> Iterator[str]:
@@ -354,6 +368,20 @@ class RunConfig(Section):
                 "rollout.record_support=true has no use where every token is allowed: none of rollout.top_p, top_k, "
                 "min_p and min_tokens is set"
             )
+
+    def _about_learner(self) -> Iterator[str]:
+        """What the Megatron learner cannot do yet."""
+        if self.learner.engine == "torch":
+            return
+        torch_alone = [
+            (self.policy.lora.rank > 0, f"policy.lora.rank={self.policy.lora.rank}"),
+            (self.policy.r3, "policy.r3=true"),
+            (self.rollout.record_support, "rollout.record_support=true"),
+            (self.algorithm.kl.place != "none", f"algorithm.kl.place={self.algorithm.kl.place}"),
+        ]
+        for asked, setting in torch_alone:
+            if asked:
+                yield f"{setting} needs learner.engine=torch: the Megatron learner does not have it yet"
 
     def _about_engine(self) -> Iterator[str]:
         """What vLLM cannot do, or would not heed. Its settings are not looked at while the local engine is chosen."""

@@ -60,7 +60,7 @@ def load(folder: Path, dtype: DType) -> nn.Module:
     if {name: tuple(tensor.shape) for name, tensor in own.items()} != expected:
         raise ModelError(f"{folder}: the module of transformers and our table of Beam's tensors disagree")
     seen: set[str] = set()
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         seen |= _read_file(path, own)
     missing = sorted(own.keys() - seen)
     if missing:
@@ -76,7 +76,7 @@ def fingerprint(folder: Path) -> str:
     """
     shape, rope = BeamShape.from_folder(folder), BeamConfig.from_pretrained(folder).rope_parameters
     digest = hashlib.sha256(f"{shape}{json.dumps(rope, sort_keys=True)}".encode())
-    tensors = {name: found for path in _weight_files(folder) for name, found in _stored(path)}
+    tensors = {name: found for path in weight_files(folder) for name, found in _stored(path)}
     for name, (kind, size, content) in sorted(tensors.items()):
         digest.update(f"{name} {kind} {size}".encode())
         digest.update(content)
@@ -173,7 +173,12 @@ def hidden_states(
     return cast(Tensor, output.last_hidden_state.squeeze(0))
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder.
+
+    Raises:
+        ModelError: there is an index that is none.
+    """
     index = folder / _INDEX
     if index.exists():
         try:

@@ -1,14 +1,14 @@
 """Building the model, the two engines and their channel for a run, all in this process."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
+from transformers import BeamConfig
 
 from beamline.chat import BeamChat
 from beamline.config.schema import RunConfig
@@ -27,6 +27,7 @@ from beamline.rollout.local import LocalSampler, Numerics
 from beamline.rollout.routes import check_routes
 from beamline.rollout.sampler import Sampler
 from beamline.rollout.vllm.layout import check_mesh
+from beamline.runtime.megatron import check_megatron, megatron_learner, require_megatron
 from beamline.runtime.probe import probe
 from beamline.runtime.vllm import mesh, require_vllm, vllm_sampler
 from beamline.starter import STARTERS
@@ -40,7 +41,8 @@ DTYPE: DType = "float32"  # of exported weights: exactly those that were trained
 class Engines:
     """The two halves of a run, the plan that joins them, and the shape of their model.
 
-    ``positions`` are the tokens of the longest sequence; ``replays`` says whether the learner replays routes.
+    ``positions`` are the tokens of the longest sequence; ``replays`` says whether the learner replays routes;
+    ``resources`` is what ends with the engines.
     """
 
     learner: Learner[Any]
@@ -49,6 +51,7 @@ class Engines:
     shape: BeamShape
     positions: int
     replays: bool = False
+    resources: ExitStack = field(default_factory=ExitStack)
 
     def sync(self, version: int) -> None:
         """Give the sampler the learner's weights."""
@@ -75,7 +78,7 @@ class Engines:
 
     def close(self) -> None:
         """End what works for the engines."""
-        self.sampler.close()
+        self.resources.close()
 
 
 def model_folder(config: RunConfig) -> Path:
@@ -108,6 +111,8 @@ def check_model(config: RunConfig) -> BeamShape:
         sites(shape, lora)
     if config.rollout.engine == "vllm":
         check_mesh(shape, mesh(config.rollout))
+    if config.learner.engine == "megatron":
+        check_megatron(config, shape)
     return shape
 
 
@@ -179,9 +184,12 @@ def load_chat(config: RunConfig) -> BeamChat:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What a run computes with: the model, adapters beside it, and a copy that a KL penalty holds it near."""
+    """What a run computes with: the model, adapters beside it, and a copy that a KL penalty holds it near.
 
-    module: nn.Module
+    There is no module where the learner's ranks read the model themselves.
+    """
+
+    module: nn.Module | None
     adapters: Adapters | None
     reference: nn.Module | None
 
@@ -194,6 +202,9 @@ def load_models(config: RunConfig, begins: bool = True) -> Models:
         ModelError: the model folder cannot be used.
     """
     require_engine(config)
+    if config.learner.engine == "megatron":
+        require_megatron()
+        return Models(None, None, None)
     module, adapters = load_module(config), load_adapters(config, begins)
     needs_copy = config.algorithm.kl.place != "none" and adapters is None
     return Models(module, adapters, load_module(config) if needs_copy else None)
@@ -205,15 +216,24 @@ def build(config: RunConfig, models: Models) -> Engines:
     Raises:
         EngineFailedError: an engine did not start.
     """
-    module, adapters, channel = models.module, models.adapters, LocalChannel()
-    learner = TorchLearner(module, config.policy, config.learner, channel, adapters, models.reference)
-    with _closed_on_error(_sampler(config, module, channel, config.output / "engines")) as sampler:
-        if adapters is not None:
+    channel = LocalChannel()
+    with ExitStack() as resources:
+        learner = _learner(config, models, channel, resources)
+        sampler = resources.enter_context(closing(_sampler(config, channel, config.output / "engines")))
+        if models.adapters is not None:
             base = plan(learner.layout("full"), sampler.layout("full"))
             learner.send(base)
             sampler.receive(base, 0, unfinished="abort")
         moves = plan(learner.layout(learner.kind), sampler.layout(learner.kind))
-        return Engines(learner, sampler, moves, check_model(config), positions(config), config.policy.r3)
+        shape, replays = check_model(config), config.policy.r3
+        return Engines(learner, sampler, moves, shape, positions(config), replays, resources.pop_all())
+
+
+def _learner(config: RunConfig, models: Models, channel: LocalChannel, resources: ExitStack) -> Learner[Any]:
+    """The learner that a run asks for; what ends with it is left to ``resources``."""
+    if models.module is not None:
+        return TorchLearner(models.module, config.policy, config.learner, channel, models.adapters, models.reference)
+    return resources.enter_context(megatron_learner(config, model_folder(config), channel))
 
 
 def sampler_of(config: RunConfig, module: nn.Module, version: int, adapters: Adapters | None = None) -> Sampler:
@@ -224,7 +244,8 @@ def sampler_of(config: RunConfig, module: nn.Module, version: int, adapters: Ada
         ProbeError: the engine does not compute what the module does.
     """
     channel = LocalChannel()
-    with _closed_on_error(_sampler(config, module, channel, None)) as sampler:
+    with ExitStack() as resources:
+        sampler = resources.enter_context(closing(_sampler(config, channel, None)))
         _give(sampler, channel, module, version, adapters)
         if config.rollout.engine != "local":  # whose kernels are the module's own
             evaluation, limit = Evaluation(module, config.policy, adapters), config.learner.micro_batch_tokens
@@ -235,6 +256,7 @@ def sampler_of(config: RunConfig, module: nn.Module, version: int, adapters: Ada
                 positions(config),
                 config.rollout.deadline_seconds,
             )
+        resources.pop_all()
         return sampler
 
 
@@ -247,16 +269,6 @@ def _give(sampler: Sampler, channel: LocalChannel, module: nn.Module, version: i
         sampler.receive(moves, version, unfinished="abort")
 
 
-@contextmanager
-def _closed_on_error(sampler: Sampler) -> Iterator[Sampler]:
-    """A sampler whose processes do not stay behind when what is done with it fails."""
-    try:
-        yield sampler
-    except BaseException:
-        sampler.close()
-        raise
-
-
 def require_engine(config: RunConfig) -> None:
     """Make sure that what a run samples with is installed, before anything is loaded.
 
@@ -267,21 +279,21 @@ def require_engine(config: RunConfig) -> None:
         require_vllm()
 
 
-def _sampler(config: RunConfig, module: nn.Module, channel: LocalChannel, logs: Path | None) -> Sampler:
+def _sampler(config: RunConfig, channel: LocalChannel, logs: Path | None) -> Sampler:
     """The sampler that a run asks for, without weights."""
     if config.rollout.engine == "local":
-        return local_sampler(config, module, channel)
+        return local_sampler(config, channel)
     shape, folder = check_model(config), model_folder(config)
     return vllm_sampler(config.rollout, shape, folder, positions(config), config.seed, channel, config.policy.r3, logs)
 
 
-def local_sampler(config: RunConfig, module: nn.Module, channel: LocalChannel) -> LocalSampler:
+def local_sampler(config: RunConfig, channel: LocalChannel) -> LocalSampler:
     """The embedded sampler for a run, without weights."""
     rollout = config.rollout
     return LocalSampler(
         shape=check_model(config),
         numerics=Numerics(rollout.dtype, rollout.kv_dtype, rollout.head_dtype),
-        rope_theta=rope_theta(cast(Any, module).config),
+        rope_theta=rope_theta(BeamConfig.from_pretrained(model_folder(config))),
         slots=rollout.slots,
         positions=positions(config),
         seed=config.seed,

@@ -35,6 +35,7 @@ _FREE = (
     "report",
     "evaluation.every",
     "evaluation.before_training",
+    "learner.parallel",
     "data.allow_overlap",
     "reward.grading.workers",
     "rollout.deadline_seconds",

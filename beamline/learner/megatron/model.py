@@ -11,6 +11,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import BeamConfig
 from transformers.models.beam.modeling_beam import BeamRMSNorm
 
@@ -80,7 +81,8 @@ def initialize(mesh: Mesh) -> None:
 class Stage(nn.Module):
     """The layers of this rank's pipeline stage; the first stage has the embedding, the last one the head.
 
-    The process groups of the mesh must have been made. Weights are allocated on ``device`` and hold anything.
+    The process groups of the mesh must have been made. Weights are allocated on ``device`` and hold anything. With
+    ``recompute`` a layer keeps nothing but its input for the backward pass.
 
     Raises:
         ModelError: the model cannot be cut for the mesh.
@@ -88,8 +90,11 @@ class Stage(nn.Module):
 
     model_type = ModelType.encoder_or_decoder  # for Megatron-Core's schedules
 
-    def __init__(self, config: BeamConfig, mesh: Mesh, dtype: DType, device: torch.device) -> None:
+    def __init__(
+        self, config: BeamConfig, mesh: Mesh, dtype: DType, device: torch.device, recompute: bool = False
+    ) -> None:
         super().__init__()
+        self.recompute = recompute
         self.beam, self.shape = config, BeamShape.from_config(config.to_dict())
         self.config = parallel_config(config, mesh, TORCH_DTYPES[dtype])
         rank = torch.distributed.get_rank()
@@ -138,7 +143,10 @@ class Stage(nn.Module):
             h = h if self.config.sequence_parallel else h.transpose(0, 1)
         assert h is not None
         for layer in model.layers.values():
-            h = layer(h, packed)
+            if self.recompute and torch.is_grad_enabled():
+                h = checkpoint(layer, h, packed, use_reentrant=False)
+            else:
+                h = layer(h, packed)
         if self.last:
             h = model.norm(h)
             if self.config.sequence_parallel:

@@ -210,8 +210,8 @@ def test_engines_that_do_not_compute_what_the_model_does_are_closed(monkeypatch:
     module = engines.load_module(config)
     wrong: list[Closing] = []
 
-    def sampler(config: RunConfig, _: object, channel: LocalChannel, logs: None) -> Closing:
-        wrong.append(Closing(engines.local_sampler(load_config(None, list(SMALL)), module, channel)))
+    def sampler(config: RunConfig, channel: LocalChannel, logs: None) -> Closing:
+        wrong.append(Closing(engines.local_sampler(load_config(None, list(SMALL)), channel)))
         return wrong[-1]
 
     monkeypatch.setattr(engines, "_sampler", sampler)
@@ -242,7 +242,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Built]:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def make(config: RunConfig, logs: Path | None) -> Built:
-        sampler = engines._sampler(config, cast(Any, None), LocalChannel(), logs)
+        sampler = engines._sampler(config, LocalChannel(), logs)
         assert isinstance(sampler, Built)
         return sampler
 
