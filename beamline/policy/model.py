@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers import BeamConfig, BeamForCausalLM
 
 from beamline.checkpoint import CheckpointError, ShardReader
-from beamline.model.beam import BeamShape, ModelError, tensors
+from beamline.model.beam import BeamShape, ModelError, TensorSpec, tensors
 from beamline.model.layout import DType, TensorSlice
 from beamline.policy import attention, hooks
 from beamline.policy.dropout import Dropout
@@ -26,6 +27,9 @@ from beamline.transfer.dtypes import DTYPE_NAMES, TORCH_DTYPES
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+
+SHARD_BYTES = 5 << 30
+"""Most bytes of a file of weights, as others cut them; a tensor is never cut."""
 
 
 def build(config: BeamConfig, dtype: DType) -> nn.Module:
@@ -106,42 +110,97 @@ def restore(module: nn.Module, reader: ShardReader) -> None:
         CheckpointError: the checkpoint is of other tensors: of every weight or of adapters, or of other adapters; one
             is misshapen, of another type or not finite.
     """
-    saved, wanted = {part.name for part in reader.slices("policy")}, named_tensors(module).keys()
-    if saved != wanted:
+    wanted = named_tensors(module)
+    check_saved(reader, wanted.keys())
+    for name, tensor in wanted.items():
+        tensor.copy_(saved(reader, TensorSlice.whole(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))))
+
+
+def check_saved(reader: ShardReader, wanted: Collection[str]) -> None:
+    """Make sure that a checkpoint has these tensors, and no others.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    found = {part.name for part in reader.slices("policy")}
+    if found != set(wanted):
         kinds = {True: "an adapter", False: "every weight of a model"}
-        of_adapter = any(".lora_A." in name for name in saved)
+        of_adapter = any(".lora_A." in name for name in found)
         raise CheckpointError(
-            f"{reader.folder} holds {kinds[of_adapter]}: {len(saved)} tensors, of which {len(saved - wanted)} have no "
-            f"place and {len(wanted - saved)} are missing, first {min(saved ^ wanted)}; use its own model and "
-            "policy.lora settings"
+            f"{reader.folder} holds {kinds[of_adapter]}: {len(found)} tensors, of which {len(found - set(wanted))} "
+            f"have no place and {len(set(wanted) - found)} are missing, first {min(found ^ set(wanted))}; use its own "
+            "model and policy.lora settings"
         )
-    for name, tensor in named_tensors(module).items():
-        whole = TensorSlice.whole(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
-        tensor.copy_(torch.from_numpy(reader.read("policy", whole)).view(tensor.dtype))
-        if not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(
-                f"{name} holds values that are not finite: the checkpoint is damaged, use another one"
-            )
+
+
+def saved(reader: ShardReader, part: TensorSlice) -> Tensor:
+    """A slice of a weight of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, misshapen, of another type or not finite.
+    """
+    tensor = torch.from_numpy(reader.read("policy", part)).view(TORCH_DTYPES[part.dtype])
+    if not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(
+            f"{part.name} holds values that are not finite: the checkpoint is damaged, use another one"
+        )
+    return tensor
 
 
 def save(module: nn.Module, folder: Path, dtype: DType) -> None:
-    """Write ``config.json`` and ``model.safetensors`` under checkpoint names; the router is written in float32.
+    """Write a module as :func:`write` does."""
+    own = named_tensors(module)
+    write(cast(Any, module).config, own.__getitem__, folder, dtype)
+
+
+def write(
+    config: BeamConfig,
+    weight: Callable[[str], Tensor],
+    folder: Path,
+    dtype: DType,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write ``config.json`` and weights under checkpoint names: one file, or several of ``shard_bytes`` and an index.
+
+    ``weight`` gives a tensor by its name; as many as a file holds are in memory at a time. The router is float32.
 
     Raises:
         OSError: the disk fails or is full.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = cast(Any, module).config
-    shape = BeamShape.from_config(config.to_dict())
-    own = named_tensors(module)
-    stored = {spec.name: own[spec.name].to(TORCH_DTYPES[spec.dtype]).contiguous() for spec in tensors(shape, dtype)}
-    try:
-        save_file(stored, str(folder / _SINGLE), metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"cannot write {folder / _SINGLE}: {error}") from error
-    saved = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}
-    saved |= {"dtype": dtype, "architectures": ["BeamForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
+    shards = list(_shards(tensors(BeamShape.from_config(config.to_dict()), dtype), shard_bytes))
+    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    for name, shard in zip(names if len(shards) > 1 else [_SINGLE], shards, strict=True):
+        stored = {spec.name: weight(spec.name).to(TORCH_DTYPES[spec.dtype]).contiguous() for spec in shard}
+        try:
+            save_file(stored, str(folder / name), metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"cannot write {folder / name}: {error}") from error
+    if len(shards) > 1:
+        weight_map = {spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard}
+        total = sum(_bytes(spec) for shard in shards for spec in shard)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    written = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}
+    written |= {"dtype": dtype, "architectures": ["BeamForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+
+
+def _shards(specs: Iterable[TensorSpec], most: int) -> Iterator[list[TensorSpec]]:
+    """Tensors in their order, as many to a file as it may have bytes, one at least."""
+    shard: list[TensorSpec] = []
+    size = 0
+    for spec in specs:
+        if shard and size + _bytes(spec) > most:
+            yield shard
+            shard, size = [], 0
+        shard.append(spec)
+        size += _bytes(spec)
+    yield shard
+
+
+def _bytes(spec: TensorSpec) -> int:
+    return prod(spec.shape) * TORCH_DTYPES[spec.dtype].itemsize
 
 
 def hidden_states(

@@ -111,8 +111,6 @@ def check_model(config: RunConfig) -> BeamShape:
         sites(shape, lora)
     if config.rollout.engine == "vllm":
         check_mesh(shape, mesh(config.rollout))
-    if config.learner.engine == "megatron":
-        check_megatron(config, shape)
     return shape
 
 
@@ -204,6 +202,7 @@ def load_models(config: RunConfig, begins: bool = True) -> Models:
     require_engine(config)
     if config.learner.engine == "megatron":
         require_megatron()
+        check_megatron(config, check_model(config))
         return Models(None, None, None)
     module, adapters = load_module(config), load_adapters(config, begins)
     needs_copy = config.algorithm.kl.place != "none" and adapters is None

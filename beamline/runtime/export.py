@@ -7,12 +7,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from beamline.checkpoint import Checkpoint, CheckpointStore, open_checkpoint, remove_tree, rename_folder, verify
+from transformers import BeamConfig
+
+from beamline.checkpoint import (
+    Checkpoint,
+    CheckpointStore,
+    ShardReader,
+    open_checkpoint,
+    remove_tree,
+    rename_folder,
+    verify,
+)
 from beamline.checkpoint.files import make_folder
 from beamline.config import load_config
 from beamline.config.compose import escaped
 from beamline.config.schema import RunConfig
-from beamline.model.beam import ModelError
+from beamline.model.beam import ModelError, tensors
+from beamline.model.layout import TensorSlice
 from beamline.policy import model, peft
 from beamline.policy.lora import Adapters, lora_shape
 from beamline.policy.weights import named_tensors
@@ -44,13 +55,25 @@ def export(config: RunConfig, checkpoint: Path, folder: Path, merge: bool = Fals
             peft.save(adapters, staging, config.model.path, run_state(opened).base, config.policy.dtype)
             _copy(_TOKENIZER, config, staging)
             return
-        module = model.load(model_folder(config), config.policy.dtype).float()  # as it was beside the adapters
         if adapters is None:
-            model.restore(module, opened.reader)
+            _write_weights(config, opened.reader, staging)
         else:
+            module = model.load(model_folder(config), config.policy.dtype).float()  # as it was beside the adapters
             adapters.merge_into(named_tensors(module))
-        model.save(module, staging, DTYPE)
+            model.save(module, staging, DTYPE)
         _copy((*_TOKENIZER, _GENERATION), config, staging)
+
+
+def _write_weights(config: RunConfig, reader: ShardReader, folder: Path) -> None:
+    """Every weight of a checkpoint, file by file: a model need not fit into memory."""
+    shapes = {spec.name: spec.shape for spec in tensors(check_model(config))}
+    model.check_saved(reader, shapes.keys())
+    model.write(
+        BeamConfig.from_pretrained(model_folder(config)),
+        lambda name: model.saved(reader, TensorSlice.whole(name, DTYPE, shapes[name])),
+        folder,
+        DTYPE,
+    )
 
 
 def export_model(path: Path, folder: Path, merge: bool = False, base: Path | None = None) -> None:

@@ -15,6 +15,7 @@ from beamline.model.lora import adapter_tensors, sites
 from beamline.policy.lora import lora_shape
 from beamline.runtime.data import Data, left_out, load_data
 from beamline.runtime.engines import base_fingerprint, check_model, load_adapters, load_chat, load_module, positions
+from beamline.runtime.megatron import check_megatron
 from beamline.runtime.resume import resume_from
 from beamline.runtime.session import open_from
 from beamline.runtime.vllm import INSTALL
@@ -28,6 +29,8 @@ def preview(config: RunConfig) -> str:
     """
     checkpoint = resume_from(config, CheckpointStore(config.checkpoint_dir, config.checkpoint.keep))
     shape = check_model(config)
+    if config.learner.engine == "megatron":
+        check_megatron(config, shape)
     data = load_data(config, load_chat(config))
     if checkpoint is not None:
         open_from(config, data, base_fingerprint(config), checkpoint)

@@ -154,6 +154,17 @@ def test_each_gradient_is_that_of_the_torch_learner(mesh: str, tmp_path: Path) -
         )
 
 
+def recomputed(learner: Any, folder: Path) -> dict[str, NDArray[np.float64]]:
+    learner._rank.stage.recompute = True
+    return gradient_of(learner, folder)
+
+
+def test_layers_that_are_computed_again_give_the_same_gradient(tmp_path: Path) -> None:
+    kept = run_on("one rank", gradient_of, tmp_path / "kept", optimizer=GRADIENT)
+    again = run_on("one rank", recomputed, tmp_path / "again", optimizer=GRADIENT)
+    assert all((kept[name] == again[name]).all() for name in kept)
+
+
 def save_after(learner: Learner[Any], folder: Path, updates: int) -> None:
     for number in range(updates):
         update(learner, batch()[number:])

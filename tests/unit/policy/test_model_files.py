@@ -261,3 +261,20 @@ def test_adapters_are_not_restored_in_part(tmp_path: Path) -> None:
     for other in (fewer, module):
         with pytest.raises(CheckpointError, match=r"holds an adapter: \d+ tensors, of which \d+ have no place"):
             model.restore(other, ShardReader(tmp_path))
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 20_000, 1 << 40])
+def test_weights_in_several_files_are_those_in_one(tmp_path: Path, shard_bytes: int) -> None:
+    """No file holds more than it may, but for a tensor that is larger; transformers finds them by the index, too."""
+    module = random_beam()
+    own = named_tensors(module)
+    model.write(module.config, own.__getitem__, tmp_path, "float32", shard_bytes)  # type: ignore[arg-type]
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert (len(files) == 1) == (shard_bytes == 1 << 40)
+    for file in files:
+        stored = load_file(file)
+        assert len(stored) == 1 or sum(tensor.nbytes for tensor in stored.values()) <= shard_bytes
+    loaded = named_tensors(model.load(tmp_path, "float32"))
+    assert all(torch.equal(loaded[name], own[name]) for name in own)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(theirs.lm_head.weight, own["lm_head.weight"])
