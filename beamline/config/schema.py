@@ -186,6 +186,10 @@ class OptimizerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """The global gradient norm is clipped to this."""
 
+    def lr_after(self, updates: int) -> float:
+        """Learning rate of the update that follows so many."""
+        return self.lr * min(1.0, (updates + 1) / self.warmup_updates) if self.warmup_updates else self.lr
+
 
 class ParallelConfig(Section):
     """How many ranks of `learner.engine=megatron` share what; those that are left over are data parallel."""

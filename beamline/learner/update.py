@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from beamline.algorithms.diagnostics import Compared, Learned
+from beamline.algorithms.guards import check_mismatch
 from beamline.algorithms.kl import kl_losses
 from beamline.algorithms.loss import LossConfig
 from beamline.algorithms.losses import Tokens, token_losses
@@ -93,6 +94,17 @@ def loss_of(micro: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor, loss: Loss
         position=_positions(micro.planned),
         reference_kl=None if kl_T is None else _host(kl_T),
     )
+
+
+def guard_mismatch(loss: LossConfig, compared: Compared | None) -> None:
+    """Hold what the sampler wrote down for the first update of the process against the learner.
+
+    Raises:
+        GuardError: they are too far apart.
+    """
+    limit = loss.algorithm.guard.mismatch
+    if loss.first and limit is not None and compared is not None:
+        check_mismatch(compared.old_logprobs, compared.sampler_logprobs, limit)
 
 
 def _host(tensor: Tensor) -> Floats:

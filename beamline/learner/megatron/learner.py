@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beamline.algorithms.diagnostics import Compared, Learned, joined
-from beamline.algorithms.guards import check_mismatch, check_ratio
+from beamline.algorithms.guards import check_ratio
 from beamline.algorithms.loss import LossConfig
 from beamline.checkpoint.shards import ShardReader, ShardWriter
 from beamline.learner.learner import Outputs, StepStats, Weights
@@ -19,6 +19,7 @@ from beamline.learner.megatron.mesh import Mesh
 from beamline.learner.megatron.rank import Evaluated, Rank, Trained
 from beamline.learner.megatron.ranks import Ranks
 from beamline.learner.planning import Plan, Planned, evaluated, needs_old, plan
+from beamline.learner.update import guard_mismatch
 from beamline.model.layout import Layout, WeightKind
 from beamline.records import Experience
 from beamline.transfer.dtypes import DTYPE_NAMES
@@ -90,7 +91,7 @@ class MegatronLearner:
     def step(self, prepared: MegatronPrepared) -> StepStats:
         """One optimizer update over the mini-batch; none when no token is kept."""
         planned, loss, lr = prepared.plan, prepared.loss, self._rank.optimizer.lr
-        self._guard_mismatch(loss, planned.compared)
+        guard_mismatch(loss, planned.compared)
         if not prepared.loss_tokens:
             return StepStats(0.0, None, lr, planned.counted_tokens, planned.kept_tokens, planned.compared, None)
         sequences = planned.sequences
@@ -107,7 +108,7 @@ class MegatronLearner:
             if prepared.verified is not None:
                 verified = [prepared.verified[i] for each in trained for i in each.indices]
                 check_ratio(learned.logprobs, np.concatenate(verified))
-            self._guard_mismatch(loss, compared)
+            guard_mismatch(loss, compared)
         except (FloatingPointError, RuntimeError):
             self._ranks.call("forget")
             raise
@@ -166,12 +167,6 @@ class MegatronLearner:
     def _evaluate(self, sequences: Sequence[Experience], chosen: Literal["responses", "all"]) -> list[Evaluated]:
         found = chain.from_iterable(self._ranks.call("evaluate", sequences, chosen))
         return sorted(found, key=lambda each: each.index)
-
-    def _guard_mismatch(self, loss: LossConfig, compared: Compared | None) -> None:
-        """Hold what the sampler wrote down for the first update of the process against the learner."""
-        limit = loss.algorithm.guard.mismatch
-        if loss.first and limit is not None and compared is not None:
-            check_mismatch(compared.old_logprobs, compared.sampler_logprobs, limit)
 
 
 def _compared(order: Sequence[Planned], learned: Learned) -> Compared:

@@ -67,8 +67,7 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """Learning rate of the next update."""
-        warmup = self._config.warmup_updates
-        return self._config.lr * min(1.0, (self.updates + 1) / warmup) if warmup else self._config.lr
+        return self._config.lr_after(self.updates)
 
     def step(self) -> float:
         """Add up gradients over ranks, clip, update; gives the norm of the whole gradient before it was clipped.

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from beamline.algorithms.diagnostics import Compared, Learned, joined
+from beamline.algorithms.diagnostics import Learned, joined
 from beamline.algorithms.guards import check_mismatch, check_ratio
 from beamline.algorithms.loss import LossConfig
 from beamline.checkpoint.shards import ShardReader, ShardWriter
@@ -20,7 +20,7 @@ from beamline.learner.learner import Outputs, StepStats, Weights
 from beamline.learner.planning import Plan, evaluated, micro_batches, needs_old, plan
 from beamline.learner.torch.evaluation import Chosen, Evaluation, every_row
 from beamline.learner.torch.optimizer import Optimizer
-from beamline.learner.update import MicroBatch, compared_of, loss_of, micro_batch
+from beamline.learner.update import MicroBatch, compared_of, guard_mismatch, loss_of, micro_batch
 from beamline.model.layout import Layout, TensorSlice, WeightKind
 from beamline.policy import model
 from beamline.policy.dropout import Dropout
@@ -122,7 +122,7 @@ class TorchLearner:
     def step(self, prepared: TorchPrepared) -> StepStats:
         """One optimizer update over the mini-batch; none when no token is kept."""
         planned, lr = prepared.plan, self._optimizer.lr
-        self._guard_mismatch(prepared.loss, planned.compared)
+        guard_mismatch(prepared.loss, planned.compared)
         if not prepared.loss_tokens:
             return StepStats(0.0, None, lr, planned.counted_tokens, planned.kept_tokens, planned.compared, None)
         passes = [self._backward(micro, prepared.loss) for micro in prepared.micro_batches]
@@ -135,7 +135,7 @@ class TorchLearner:
             if prepared.loss.on_policy and compared is None and not self._drops:
                 compared = compared_of(prepared.micro_batches, learned)
             self._guard_ratio(prepared, learned)
-            self._guard_mismatch(prepared.loss, compared)
+            guard_mismatch(prepared.loss, compared)
             if self._adapters is not None:
                 self._adapters.check_gradients()
         except (FloatingPointError, RuntimeError):
@@ -149,12 +149,6 @@ class TorchLearner:
         verified = [m.verified_logprobs_T for m in prepared.micro_batches if m.verified_logprobs_T is not None]
         if verified:
             check_ratio(learned.logprobs, torch.cat(verified).numpy())
-
-    def _guard_mismatch(self, loss: LossConfig, compared: Compared | None) -> None:
-        """Hold what the sampler wrote down for the first update of the process against the learner."""
-        limit = loss.algorithm.guard.mismatch
-        if loss.first and limit is not None and compared is not None:
-            check_mismatch(compared.old_logprobs, compared.sampler_logprobs, limit)
 
     def _backward(self, micro: MicroBatch, loss: LossConfig) -> tuple[Tensor, Learned]:
         """Add the micro-batch's gradient; returns its part of the loss, and its tokens as they were found."""

@@ -33,8 +33,7 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """Learning rate of the next update."""
-        warmup = self._config.warmup_updates
-        return self._config.lr * min(1.0, (self.updates + 1) / warmup) if warmup else self._config.lr
+        return self._config.lr_after(self.updates)
 
     def step(self) -> float:
         """Clip the gradients, update, and return the norm before clipping.
