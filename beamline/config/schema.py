@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from math import cos, pi
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -171,7 +172,7 @@ class RewardConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW with linear warm-up, then a constant rate."""
+    """AdamW with linear warm-up, then a constant rate or one that falls along a cosine."""
 
     lr: Annotated[float, Field(ge=0)] = 1e-6
     """Learning rate after warm-up. 0 trains nothing: the control of an experiment."""
@@ -183,12 +184,30 @@ class OptimizerConfig(Section):
     """Decoupled decay of matrices; norms and biases are not decayed."""
     warmup_updates: NonNegative = 0
     """Updates over which the rate rises linearly to `lr`."""
+    decay_updates: NonNegative = 0
+    """Updates after the warm-up over which the rate falls, along half a cosine, to `final_lr`, where it stays; 0 = it
+    stays at `lr`."""
+    final_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Where `decay_updates` lead; at most `lr`."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """The global gradient norm is clipped to this."""
 
     def lr_after(self, updates: int) -> float:
         """Learning rate of the update that follows so many."""
-        return self.lr * min(1.0, (updates + 1) / self.warmup_updates) if self.warmup_updates else self.lr
+        if updates < self.warmup_updates:
+            return self.lr * ((updates + 1) / self.warmup_updates)
+        if not self.decay_updates:
+            return self.lr
+        share = min(1.0, (updates + 1 - self.warmup_updates) / self.decay_updates)
+        return self.final_lr + (self.lr - self.final_lr) * (1 + cos(pi * share)) / 2
+
+    @model_validator(mode="after")
+    def _falls(self) -> "OptimizerConfig":
+        if self.final_lr and not self.decay_updates:
+            raise ValueError(f"learner.optimizer.final_lr={self.final_lr:g} needs learner.optimizer.decay_updates")
+        if self.final_lr > self.lr:
+            raise ValueError(f"learner.optimizer.final_lr={self.final_lr:g} is above learner.optimizer.lr={self.lr:g}")
+        return self
 
 
 class ParallelConfig(Section):
