@@ -118,8 +118,10 @@ def _positions(planned: Sequence[Planned]) -> Floats:
     return np.concatenate(shares).astype(np.float32)
 
 
-def compared_of(micros: Sequence[MicroBatch], learned: Learned) -> Compared:
-    """In an update by the weights that sampled, pi is what the learner makes of what the sampler drew."""
-    sampler = np.concatenate([micro.sampler_logprobs_T.numpy() for micro in micros])
-    tokens_B = np.array([len(planned.keep_R) for micro in micros for planned in micro.planned], dtype=np.int64)
-    return Compared(sampler, learned.logprobs, tokens_B)
+def compared_of(planned: Sequence[Planned], learned: Learned) -> Compared:
+    """In an update by the weights that sampled, pi is what the learner makes of what the sampler drew.
+
+    ``planned`` are the sequences in the order of what was learned from them.
+    """
+    sampler = np.concatenate([each.experience.rollout.response_logprobs[each.keep_R] for each in planned])
+    return Compared(sampler, learned.logprobs, np.array([len(each.keep_R) for each in planned], dtype=np.int64))

@@ -1,4 +1,4 @@
-"""Building the model, the two engines and their channel for a run, all in this process."""
+"""Building the model, the two engines and their channel for a run."""
 
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,6 +72,7 @@ def megatron_rank(config: RunConfig, folder: Path) -> "Iterator[tuple[Rank, Rank
     """This process's rank with the weights of a model folder, and all ranks; they part at the end."""
     require_megatron()
     import torch
+    from megatron.core import parallel_state
     from torch import distributed
     from transformers import BeamConfig
 
@@ -97,6 +98,7 @@ def megatron_rank(config: RunConfig, folder: Path) -> "Iterator[tuple[Rank, Rank
         rank = Rank(stage, mesh, config.learner, policy.head_chunk_rows)
         yield rank, Ranks(rank, _BETWEEN_CALLS.total_seconds()), mesh
     finally:
+        parallel_state.destroy_model_parallel()
         distributed.destroy_process_group()
 
 
@@ -108,8 +110,11 @@ def megatron_learner(config: RunConfig, folder: Path, channel: LocalChannel) -> 
     with megatron_rank(config, folder) as (rank, ranks, mesh):
         try:
             yield MegatronLearner(rank, ranks, mesh, channel)
-        finally:
-            ranks.stop()
+        except BaseException:
+            with suppress(RuntimeError):  # a rank that has ended is not why this one does
+                ranks.stop()
+            raise
+        ranks.stop()
 
 
 def serve(config: RunConfig, folder: Path) -> None:

@@ -10,7 +10,7 @@ from transformers import BeamConfig
 from transformers.models.beam.modeling_beam import BeamTopKRouter
 
 from beamline.learner.megatron.swiglu import swiglu
-from beamline.policy.grouped import grouped_product
+from beamline.policy.grouped import grouped_outer, grouped_product
 
 
 class Experts(nn.Module):
@@ -36,9 +36,10 @@ class Experts(nn.Module):
         The order of the sum is that of the choice, whichever ranks the experts are on.
         """
         (N, K), flat = chosen_NK.shape, chosen_NK.reshape(-1)
-        order = flat.argsort(stable=True)
+        by_expert, order = flat.sort(stable=True)
         back = _inverse(order)
-        sent = torch.bincount(flat, minlength=self._all)
+        ends = torch.searchsorted(by_expert, torch.arange(self._all, device=flat.device), right=True)
+        sent = ends.diff(prepend=ends.new_zeros(1))
         outer = self._at_experts(_gather(x_ND, order // K, back, K), sent)
         outer = _gather(outer, back, order, 1).view(N, K, -1)
         return (outer * weights_NK[..., None]).sum(dim=1).to(x_ND.dtype)
@@ -50,19 +51,17 @@ class Experts(nn.Module):
         ranks = self._ranks.size()
         received = torch.empty_like(sent)  # [rank, own expert]
         all_to_all_single(received, sent, group=self._ranks)
-        out_splits, in_splits = (x.view(ranks, -1).sum(1).tolist() for x in (sent, received))
+        out_splits, in_splits = torch.stack([sent, received]).view(2, ranks, -1).sum(2).tolist()
         rows = all_to_all(self._ranks, rows, in_splits, out_splits)
         numbers = torch.arange(self._own, device=rows.device).repeat(ranks)
-        order = numbers.repeat_interleave(received).argsort(stable=True)
+        order = numbers.repeat_interleave(received, output_size=sum(in_splits)).argsort(stable=True)
         back = _inverse(order)
         outer = self._own_experts(_gather(rows, order, back, 1), received.view(ranks, -1).sum(0))
         return cast(Tensor, all_to_all(self._ranks, _gather(outer, back, order, 1), out_splits, in_splits))
 
     def _own_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
-        inner = swiglu(grouped_product(rows, self.gate_up_proj.transpose(1, 2), ends))
-        outer: Tensor = grouped_product(inner, self.down_proj.transpose(1, 2), ends)
-        return outer
+        return _linear(swiglu(_linear(rows, self.gate_up_proj, counts, ends)), self.down_proj, counts, ends)
 
 
 class Moe(nn.Module):
@@ -80,6 +79,34 @@ class Moe(nn.Module):
         _, weights_NK, chosen_NK = self.gate(x_ND)
         mixed: Tensor = self.experts(x_ND, weights_NK, chosen_NK) * self._factor
         return mixed.unsqueeze(1)
+
+
+class _Linear(torch.autograd.Function):
+    """``rows[i] @ W_e^T`` for the rows of each expert. An expert without rows has the gradient 0, exactly.
+
+    torch's grouped product leaves that memory as it was on some GPUs, and need not take no rows at all.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight_EOI: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight_EOI, counts, ends)
+        if not len(rows):
+            return rows.new_zeros(0, weight_EOI.shape[1])
+        return grouped_product(rows, weight_EOI.transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        rows, weight_EOI, counts, ends = ctx.saved_tensors
+        if not len(rows):
+            return torch.zeros_like(rows), torch.zeros_like(weight_EOI), None, None
+        grad = grad.contiguous()
+        weight_grad = grouped_outer(grad, rows, ends, len(weight_EOI))
+        weight_grad.masked_fill_((counts == 0)[:, None, None], 0)
+        return grouped_product(grad, weight_EOI, ends), weight_grad, None, None
+
+
+def _linear(rows: Tensor, weight_EOI: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
+    return cast(Tensor, cast(Any, _Linear).apply(rows, weight_EOI, counts, ends))
 
 
 class _Gather(torch.autograd.Function):

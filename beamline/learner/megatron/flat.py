@@ -4,42 +4,68 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, all_gather_into_tensor, reduce_scatter_tensor
 
-from beamline.model.layout import TensorSlice
+from beamline.model.layout import DType, TensorSlice
 from beamline.model.placement import Held
+from beamline.transfer.dtypes import TORCH_DTYPES
 
 _ALIGNED = 64  # elements at which parameters and parts begin: 128 bytes of BF16, which kernels like
 
 
-class Flat:
-    """The parameters of one type that are spread over the same ranks.
+class Kind(NamedTuple):
+    """What decides how a parameter is treated.
 
-    Weights are views of one buffer and gradients are added up in another, which is float32 (a sum of many micro-batches
-    in 16 bits would lose the small ones). Each rank of ``ranks`` owns an equal part of both, and updates that.
-
-    Args:
-        parameters: with what each holds, in the order of their memory. They become views.
-        ranks: those that hold the same parameters, each for other data.
+    ``expert``: spread over other ranks than the rest. ``shared``: tensor ranks hold it alike, each for its own rows.
     """
 
-    def __init__(self, parameters: Sequence[tuple[Held, nn.Parameter]], ranks: ProcessGroup) -> None:
-        self._parameters, self._ranks = parameters, ranks
-        sizes = [-(-p.numel() // _ALIGNED) * _ALIGNED for _, p in parameters]
+    dtype: DType
+    expert: bool
+    shared: bool
+    decayed: bool
+
+    @classmethod
+    def of(cls, held: Held) -> "Kind":
+        """By what it holds: all of a tensor that is no expert's is held alike by all tensor ranks."""
+        expert = len(held.shape) == 3
+        shared = not expert and all(part.size == part.shape for part in held.parts)
+        return cls(held.dtype, expert, shared, len(held.shape) > 1)
+
+
+class Flat:
+    """The parameters of one kind, in one buffer of weights, of which each rank of ``ranks`` owns an equal part.
+
+    Gradients are added up in another buffer, which is float32: a sum of many micro-batches in 16 bits would lose the
+    small ones.
+
+    Args:
+        held: what the parameters are, in the order of their memory.
+        ranks: those that hold the same parameters, each for other data.
+        device: where they lie.
+    """
+
+    def __init__(self, kind: Kind, held: Sequence[Held], ranks: ProcessGroup, device: torch.device) -> None:
+        self.kind, self._held, self._ranks = kind, held, ranks
+        sizes = [-(-prod(each.shape) // _ALIGNED) * _ALIGNED for each in held]
         self._starts = [0, *accumulate(sizes)]
         unit = _ALIGNED * ranks.size()
         total = -(-self._starts[-1] // unit) * unit
-        first = parameters[0][1]
-        self.weights = torch.zeros(total, dtype=first.dtype, device=first.device)
-        self.gradients = torch.zeros(total, dtype=torch.float32, device=first.device)
+        self.weights = torch.zeros(total, dtype=TORCH_DTYPES[kind.dtype], device=device)
+        self.gradients = torch.zeros(0, device=device)
         self._own = slice(ranks.rank() * total // ranks.size(), (ranks.rank() + 1) * total // ranks.size())
-        for start, (_, parameter) in zip(self._starts, parameters, strict=False):
-            view = self.weights[start : start + parameter.numel()].view_as(parameter)
-            view.copy_(parameter.data)
-            parameter.data = view
+        views = (
+            self.weights[a : a + prod(each.shape)].view(each.shape) for a, each in zip(self._starts, held, strict=False)
+        )
+        self.parameters = {each.name: nn.Parameter(view) for each, view in zip(held, views, strict=True)}
+
+    def train(self) -> None:
+        """Take memory for gradients, which from here on are added up there."""
+        self.gradients = torch.zeros_like(self.weights, dtype=torch.float32)
+        for start, parameter in zip(self._starts, self.parameters.values(), strict=False):
             parameter.register_post_accumulate_grad_hook(self._adder(start))
 
     @property
@@ -64,7 +90,7 @@ class Flat:
 
     def owned(self) -> Iterator[tuple[TensorSlice, int, int]]:
         """What this rank owns of the checkpoint's tensors: each box, and where it lies in what is owned."""
-        for start, (held, _) in zip(self._starts, self._parameters, strict=False):
+        for start, held in zip(self._starts, self._held, strict=False):
             for part in held.parts:
                 size = prod(part.size)
                 for box, first in boxes(part, self._own.start - start, self._own.stop - start):

@@ -22,7 +22,8 @@ def head_logprobs(
 
     ``weight_VD`` are this rank's rows of the head: equal parts of the vocabulary, in the order of the ranks. The
     gradient of ``hidden_ND`` is this rank's part, to be summed over the ranks. Logits, cap and temperature as in
-    :func:`beamline.policy.head.head_logprobs`; the entropy carries no gradient.
+    :func:`beamline.policy.head.head_logprobs`; the entropy carries no gradient. The gradient of the logits is rounded
+    to the type of the weights, for the products that follow.
     """
     head = cast(Any, _Head)  # torch does not type `apply`
     return cast(
@@ -75,7 +76,7 @@ class _Head(torch.autograd.Function):
             scale = grad_N[rows] / temperature_N[rows]
             grad = (capped / temperature_N[rows, None] - normalizer_N[rows, None]).exp_().mul_(-scale[:, None])
             mine = (own_N[rows] >= 0) & (own_N[rows] < len(weight_VD))
-            grad[mine.nonzero().squeeze(1), own_N[rows][mine]] += scale[mine]
+            grad.scatter_add_(1, own_N[rows].clamp(0, len(weight_VD) - 1)[:, None], (scale * mine)[:, None])
             grad.mul_(1 - (capped / ctx.cap).square_())
             grad = grad.to(weight_VD.dtype)
             hidden_grad[rows] = _product(grad, weight_VD).to(hidden_grad.dtype)

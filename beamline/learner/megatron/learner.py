@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from beamline.algorithms.diagnostics import Compared, Learned, joined
+from beamline.algorithms.diagnostics import joined
 from beamline.algorithms.guards import check_ratio
 from beamline.algorithms.loss import LossConfig
 from beamline.checkpoint.shards import ShardReader, ShardWriter
@@ -18,9 +18,11 @@ from beamline.learner.megatron.layout import learner_layout
 from beamline.learner.megatron.mesh import Mesh
 from beamline.learner.megatron.rank import Evaluated, Rank, Trained
 from beamline.learner.megatron.ranks import Ranks
-from beamline.learner.planning import Plan, Planned, evaluated, needs_old, plan
-from beamline.learner.update import guard_mismatch
+from beamline.learner.planning import Plan, evaluated, needs_old, plan
+from beamline.learner.update import compared_of, guard_mismatch
+from beamline.model.beam import tensors
 from beamline.model.layout import Layout, WeightKind
+from beamline.policy.model import check_saved
 from beamline.records import Experience
 from beamline.transfer.dtypes import DTYPE_NAMES
 from beamline.transfer.local import LocalChannel
@@ -95,16 +97,16 @@ class MegatronLearner:
         if not prepared.loss_tokens:
             return StepStats(0.0, None, lr, planned.counted_tokens, planned.kept_tokens, planned.compared, None)
         sequences = planned.sequences
-        trained: list[Trained] = list(chain.from_iterable(self._ranks.call("update", sequences, loss)))
-        order = [sequences[i] for each in trained for i in each.indices]
-        learned = joined([each.learned for each in trained])
         try:
+            trained: list[Trained] = list(chain.from_iterable(self._ranks.call("update", sequences, loss)))
+            order = [sequences[i] for each in trained for i in each.indices]
+            learned = joined([each.learned for each in trained])
             total = float(np.sum([each.loss for each in trained]))
             if not np.isfinite(total):
                 raise FloatingPointError(f"the loss is {total}; the update was not made")
             compared = planned.compared
             if loss.on_policy and compared is None:
-                compared = _compared(order, learned)
+                compared = compared_of(order, learned)
             if prepared.verified is not None:
                 verified = [prepared.verified[i] for each in trained for i in each.indices]
                 check_ratio(learned.logprobs, np.concatenate(verified))
@@ -154,7 +156,9 @@ class MegatronLearner:
 
     def load(self, reader: ShardReader) -> None:
         """Read what :meth:`save` wrote, on any mesh, or the torch learner did."""
-        self._ranks.call("load", Path(reader.folder), int(reader.read_state("learner")["updates"]))
+        check_saved(reader, [spec.name for spec in tensors(self._rank.stage.shape)])
+        self._ranks.call("read", Path(reader.folder), int(reader.read_state("learner")["updates"]))
+        self._ranks.call("share")  # apart: a rank that cannot read would leave the others waiting for it
 
     def sleep(self) -> None:
         """Give back what the ranks hold on their devices: all goes to the memory of the host."""
@@ -167,9 +171,3 @@ class MegatronLearner:
     def _evaluate(self, sequences: Sequence[Experience], chosen: Literal["responses", "all"]) -> list[Evaluated]:
         found = chain.from_iterable(self._ranks.call("evaluate", sequences, chosen))
         return sorted(found, key=lambda each: each.index)
-
-
-def _compared(order: Sequence[Planned], learned: Learned) -> Compared:
-    """In an update by the weights that sampled, pi is what the learner makes of what the sampler drew."""
-    sampler = np.concatenate([p.experience.rollout.response_logprobs[p.keep_R] for p in order])
-    return Compared(sampler, learned.logprobs, np.array([len(p.keep_R) for p in order], dtype=np.int64))

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BeamConfig
 from transformers.models.beam.modeling_beam import BeamRMSNorm
 
+from beamline.learner.megatron.flat import Flat, Kind
 from beamline.learner.megatron.head import head_logprobs
 from beamline.learner.megatron.layers import Layer, column
 from beamline.learner.megatron.layout import held
@@ -103,7 +104,12 @@ class Stage(nn.Module):
         self._input: Tensor | None = None
         with torch.device("meta"):
             self._build(parallel_state.get_expert_model_parallel_group())
-        self.to_empty(device=device)
+        self.flats = list(self._flats(device))
+        for flat in self.flats:
+            for name, parameter in flat.parameters.items():
+                _replace(self, name, parameter)
+        for name, buffer in self.named_buffers():
+            _replace(self, name, torch.empty_like(buffer, device=device))
 
     @property
     def first(self) -> bool:
@@ -123,10 +129,16 @@ class Stage(nn.Module):
                 view = own[part.parameter].data[part.box]
                 yield part, view[0] if view.dim() > len(part.part.size) else view
 
-    def trained(self) -> Iterator[tuple[Held, nn.Parameter]]:
-        """The parameters, each with what it holds."""
-        own = dict(self.named_parameters())
-        return ((each, own[each.name]) for each in self._held if each.name in own)
+    def _flats(self, device: torch.device) -> Iterator[Flat]:
+        """Memory for the parameters, each kind in one piece."""
+        kinds: dict[Kind, list[Held]] = {}
+        names = {name for name, _ in self.named_parameters()}
+        for each in self._held:
+            if each.name in names:
+                kinds.setdefault(Kind.of(each), []).append(each)
+        data, experts = parallel_state.get_data_parallel_group(), parallel_state.get_expert_data_parallel_group()
+        for kind, members in kinds.items():
+            yield Flat(kind, members, experts if kind.expert else data, device)
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
         """Take what the stage before made, as Megatron-Core's schedules hand it over."""
@@ -138,13 +150,14 @@ class Stage(nn.Module):
         ``input_ids_N`` are used by the first stage alone. N is a multiple of the tensor ranks.
         """
         h, model = self._input, cast(Any, self.model)
+        self._input = None
         if self.first:
             h = model.embed_tokens(input_ids_N[None])
             h = h if self.config.sequence_parallel else h.transpose(0, 1)
         assert h is not None
         for layer in model.layers.values():
             if self.recompute and torch.is_grad_enabled():
-                h = checkpoint(layer, h, packed, use_reentrant=False)
+                h = checkpoint(layer, h, packed, use_reentrant=False, preserve_rng_state=False)
             else:
                 h = layer(h, packed)
         if self.last:
@@ -183,3 +196,9 @@ class Stage(nn.Module):
         if self.last:
             self.model.norm = BeamRMSNorm(config.hidden_size, config.rms_norm_eps).to(parallel.params_dtype)
             self.lm_head = column(config.hidden_size, config.vocab_size, parallel)
+
+
+def _replace(module: nn.Module, name: str, value: Tensor) -> None:
+    """Put a parameter or buffer in the place of the one of this name."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, value)

@@ -7,37 +7,23 @@ from typing import NamedTuple
 
 import torch
 from megatron.core import parallel_state
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import all_reduce
 
 from beamline.config.schema import OptimizerConfig
 from beamline.learner.megatron.flat import Flat
 from beamline.learner.megatron.model import Stage
 from beamline.model.layout import TensorSlice
-from beamline.model.placement import Held
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 _CHUNK = 1 << 26  # elements that are updated at a time, which bounds the memory in between
 
 
-class _Kind(NamedTuple):
-    """What decides how a parameter is treated.
-
-    ``expert``: spread over other ranks than the rest. ``shared``: tensor ranks hold it alike, each for its own rows.
-    """
-
-    dtype: torch.dtype
-    expert: bool
-    shared: bool
-    decayed: bool
-
-
 @dataclass(frozen=True, slots=True)
 class _Part:
     """Parameters of one kind, with the float32 weights and moments of what this rank owns of them."""
 
-    kind: _Kind
     flat: Flat
     master: Tensor
     exp_avg: Tensor
@@ -59,10 +45,7 @@ class Optimizer:
     def __init__(self, stage: Stage, config: OptimizerConfig) -> None:
         self._config, self.updates = config, 0
         self._tensor = parallel_state.get_tensor_model_parallel_group()
-        kinds: dict[_Kind, list[tuple[Held, nn.Parameter]]] = {}
-        for held, parameter in stage.trained():
-            kinds.setdefault(_kind(held, parameter), []).append((held, parameter))
-        self._parts = [_part(kind, parameters) for kind, parameters in kinds.items()]
+        self._parts = [_part(flat) for flat in stage.flats]
 
     @property
     def lr(self) -> float:
@@ -76,7 +59,7 @@ class Optimizer:
             FloatingPointError: the norm is not finite, on every rank alike; nothing was updated.
         """
         for part in self._parts:
-            if part.kind.shared and self._tensor.size() > 1:
+            if part.flat.kind.shared and self._tensor.size() > 1:
                 all_reduce(part.flat.gradients, group=self._tensor)
             part.flat.sum_gradients()
         norm = self._norm()
@@ -96,11 +79,6 @@ class Optimizer:
         for part in self._parts:
             part.flat.gradients.zero_()
 
-    def take(self) -> None:
-        """Begin with the weights as they are now."""
-        for part in self._parts:
-            part.master.copy_(part.flat.own_weights)
-
     def share(self) -> None:
         """Round the float32 weights to those that are computed with, on all ranks."""
         for part in self._parts:
@@ -110,7 +88,7 @@ class Optimizer:
     def states(self, alone: bool = False) -> Iterator[State]:
         """What this rank updates; ``alone``: without what another tensor rank updates alike and is to be saved by."""
         for part in self._parts:
-            if alone and part.kind.shared and self._tensor.rank() != 0:
+            if alone and part.flat.kind.shared and self._tensor.rank() != 0:
                 continue
             for box, start, stop in part.flat.owned():
                 yield State(box, *(x[start:stop].view(box.size) for x in (part.master, part.exp_avg, part.exp_avg_sq)))
@@ -123,7 +101,7 @@ class Optimizer:
     def _norm(self) -> float:
         squares = torch.zeros((), dtype=torch.float64, device=self._parts[0].master.device)
         for part in self._parts:
-            if not (part.kind.shared and self._tensor.rank() != 0):  # the first tensor rank counts for all
+            if not (part.flat.kind.shared and self._tensor.rank() != 0):  # the first tensor rank counts for all
                 for chunk in part.flat.own_gradients.split(_CHUNK):
                     squares += chunk.square().sum(dtype=torch.float64)
         all_reduce(squares)
@@ -139,22 +117,14 @@ class Optimizer:
         tensors = part.flat.own_gradients, part.master, part.exp_avg, part.exp_avg_sq
         for g, w, m, v in zip(*(x.split(_CHUNK) for x in tensors), strict=True):
             g.mul_(scale)
-            if part.kind.decayed:
+            if part.flat.kind.decayed:
                 w.mul_(1 - lr * self._config.weight_decay)
             m.lerp_(g, 1 - first)
             v.mul_(second).addcmul_(g, g, value=1 - second)
             w.addcdiv_(m, v.sqrt().div_(math.sqrt(corrections[1])).add_(eps), value=-lr / corrections[0])
 
 
-def _kind(held: Held, parameter: nn.Parameter) -> _Kind:
-    """What a parameter is, by what it holds: all of a tensor that is no expert's is held alike by all tensor ranks."""
-    expert = parameter.dim() == 3
-    shared = not expert and all(part.size == part.shape for part in held.parts)
-    return _Kind(parameter.dtype, expert, shared, parameter.dim() > 1)
-
-
-def _part(kind: _Kind, parameters: list[tuple[Held, nn.Parameter]]) -> _Part:
-    ranks = parallel_state.get_expert_data_parallel_group if kind.expert else parallel_state.get_data_parallel_group
-    flat = Flat(parameters, ranks())
+def _part(flat: Flat) -> _Part:
+    flat.train()
     moments = (torch.zeros_like(flat.own_weights, dtype=torch.float32) for _ in range(2))
-    return _Part(kind, flat, flat.own_weights.to(torch.float32, copy=True), *moments)
+    return _Part(flat, flat.own_weights.to(torch.float32, copy=True), *moments)

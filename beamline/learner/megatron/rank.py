@@ -25,6 +25,7 @@ from beamline.learner.megatron.packed import Packed
 from beamline.learner.planning import Planned, micro_batches
 from beamline.learner.update import loss_of, micro_batch
 from beamline.model.layout import TensorSlice
+from beamline.policy.model import saved
 from beamline.policy.weights import raw
 from beamline.records import Batch, Experience, pack
 
@@ -145,11 +146,11 @@ class Rank:
         moments = [(_moment(s.part, name), getattr(s, name)) for s in states for name in MOMENTS]
         groups: dict[Group, list[tuple[TensorSlice, Tensor]]] = {"policy": weights, "optimizer": moments}
         for group, tensors in groups.items():
-            slices = [replace(part, dtype="float32") for part, _ in tensors]
+            slices = [_float32(part) for part, _ in tensors]
             writer.write(group, slices, (raw(tensor.cpu()).numpy() for _, tensor in tensors))
         return writer.digests
 
-    def load(self, folder: Path, updates: int) -> None:
+    def read(self, folder: Path, updates: int) -> None:
         """Read what this rank updates, and its buffers, of what ranks of any mesh wrote.
 
         Raises:
@@ -157,12 +158,16 @@ class Rank:
         """
         reader = ShardReader(folder)
         for state in self.optimizer.states():
-            _read(reader, "policy", state.part, state.master)
+            state.master.copy_(saved(reader, _float32(state.part)))
             for name in MOMENTS:
-                _read(reader, "optimizer", _moment(state.part, name), getattr(state, name))
+                moment = reader.read("optimizer", _float32(_moment(state.part, name)))
+                getattr(state, name).copy_(torch.from_numpy(moment).view(torch.float32))
         for each, view in self._buffers():
-            _read(reader, "policy", each.part, view)
+            view.copy_(saved(reader, _float32(each.part)))
         self.optimizer.updates = updates
+
+    def share(self) -> None:
+        """Give all ranks the weights that were read, rounded to what they compute with."""
         self.optimizer.share()
 
     @property
@@ -234,6 +239,5 @@ def _moment(part: TensorSlice, name: str) -> TensorSlice:
     return replace(part, name=f"{part.name}/{name}")
 
 
-def _read(reader: ShardReader, group: Group, part: TensorSlice, into: Tensor) -> None:
-    found = reader.read(group, replace(part, dtype="float32"))
-    into.copy_(torch.from_numpy(found).view(torch.float32))
+def _float32(part: TensorSlice) -> TensorSlice:
+    return replace(part, dtype="float32")

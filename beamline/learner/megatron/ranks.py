@@ -1,5 +1,6 @@
 """All ranks of the learner do what the first one says, at the same time."""
 
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ class Ranks:
 
         Raises:
             BeamlineError, FloatingPointError: a rank raised it.
-            RankFailedError: a rank raised something else, or did not take part.
+            RankFailedError: a rank raised something else.
+            RuntimeError: a rank has ended, or did not take part in time; it has written why.
         """
         self._broadcast(_Call(name, arguments))
         results = self._gather(self._result(name, arguments))
@@ -72,7 +74,10 @@ class Ranks:
         except (BeamlineError, FloatingPointError) as error:
             return _Failure(error, "")
         except Exception:  # noqa: BLE001  whatever it is, the first rank must know
-            return _Failure(None, traceback.format_exc())
+            # Written down at once: if the others wait for this rank inside of the call, nothing is gathered any more.
+            text = traceback.format_exc()
+            print(f"rank {self._rank} of the learner, {name}: {text}", file=sys.stderr, flush=True)
+            return _Failure(None, text)
 
     def _broadcast(self, call: _Call | None) -> _Call | None:
         if self._size == 1:

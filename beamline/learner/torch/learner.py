@@ -133,7 +133,7 @@ class TorchLearner:
             if not np.isfinite(loss):
                 raise FloatingPointError(f"the loss is {loss}; the update was not made")
             if prepared.loss.on_policy and compared is None and not self._drops:
-                compared = compared_of(prepared.micro_batches, learned)
+                compared = compared_of([each for micro in prepared.micro_batches for each in micro.planned], learned)
             self._guard_ratio(prepared, learned)
             guard_mismatch(prepared.loss, compared)
             if self._adapters is not None:
