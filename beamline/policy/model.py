@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +23,7 @@ from beamline.policy import attention, hooks
 from beamline.policy.dropout import Dropout
 from beamline.policy.hooks import Brought
 from beamline.policy.lora import Adapters
-from beamline.policy.weights import named_tensors
+from beamline.policy.weights import module_layout, named_tensors
 from beamline.transfer.dtypes import DTYPE_NAMES, TORCH_DTYPES
 
 _INDEX = "model.safetensors.index.json"
@@ -63,12 +64,9 @@ def load(folder: Path, dtype: DType) -> nn.Module:
     expected = {spec.name: spec.shape for spec in tensors(shape)}
     if {name: tuple(tensor.shape) for name, tensor in own.items()} != expected:
         raise ModelError(f"{folder}: the module of transformers and our table of Beam's tensors disagree")
-    seen: set[str] = set()
-    for path in weight_files(folder):
-        seen |= _read_file(path, own)
-    missing = sorted(own.keys() - seen)
-    if missing:
-        raise ModelError(f"{folder} lacks {len(missing)} of {len(own)} tensors, first {missing[0]}")
+    with stored_weights(folder, shape) as read:
+        for part in module_layout(module).ranks[0]:
+            own[part.name].copy_(read(part))
     return module
 
 
@@ -80,7 +78,7 @@ def fingerprint(folder: Path) -> str:
     """
     shape, rope = BeamShape.from_folder(folder), BeamConfig.from_pretrained(folder).rope_parameters
     digest = hashlib.sha256(f"{shape}{json.dumps(rope, sort_keys=True)}".encode())
-    tensors = {name: found for path in weight_files(folder) for name, found in _stored(path)}
+    tensors = {name: found for path in _weight_files(folder) for name, found in _stored(path)}
     for name, (kind, size, content) in sorted(tensors.items()):
         digest.update(f"{name} {kind} {size}".encode())
         digest.update(content)
@@ -232,12 +230,52 @@ def hidden_states(
     return cast(Tensor, output.last_hidden_state.squeeze(0))
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder.
+@contextmanager
+def stored_weights(folder: Path, shape: BeamShape) -> Iterator[Callable[[TensorSlice], Tensor]]:
+    """A function that reads slices of the weights of a model folder. What is not asked for is not read.
 
     Raises:
-        ModelError: there is an index that is none.
+        ModelError: a file is missing or corrupt, a tensor is missing, unknown, misshapen, or what is read of it is not
+            finite.
     """
+    expected = {spec.name: spec.shape for spec in tensors(shape)}
+    with ExitStack() as files:
+        found: dict[str, tuple[Path, Any]] = {}
+        for path in _weight_files(folder):
+            with _readable(path):
+                file = files.enter_context(safe_open(str(path), framework="pt"))
+                found |= {name: (path, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118  no mapping
+        for name, (path, stored) in found.items():
+            if name not in expected:
+                raise ModelError(f"{path} holds {name}, which this model does not have")
+            if tuple(stored.get_shape()) != expected[name]:
+                raise ModelError(f"{path}: {name} has shape {tuple(stored.get_shape())}, expected {expected[name]}")
+        if missing := sorted(expected.keys() - found.keys()):
+            raise ModelError(f"{folder} lacks {len(missing)} of {len(expected)} tensors, first {missing[0]}")
+
+        def read(part: TensorSlice) -> Tensor:
+            path, stored = found[part.name]
+            with _readable(path):
+                tensor: Tensor = stored[part.index]
+            if not bool(torch.isfinite(tensor).all()):
+                raise ModelError(f"{path}: {part.name} holds values that are not finite")
+            return tensor
+
+        yield read
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Name the file that is missing or corrupt."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing") from None
+    except SafetensorError as error:
+        raise ModelError(f"{path} is corrupt: {error}; copy the model again") from error
+
+
+def _weight_files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.exists():
         try:
@@ -246,26 +284,3 @@ def weight_files(folder: Path) -> list[Path]:
         except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"{index} is not an index of safetensors: {error!r}") from error
     return [folder / _SINGLE]
-
-
-def _read_file(path: Path, own: dict[str, Tensor]) -> set[str]:
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            names = set(file.keys())
-            for name in names:
-                _copy(path, name, file.get_tensor(name), own)
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing") from None
-    except SafetensorError as error:
-        raise ModelError(f"{path} is corrupt: {error}; copy the model again") from error
-    return names
-
-
-def _copy(path: Path, name: str, tensor: Tensor, own: dict[str, Tensor]) -> None:
-    if name not in own:
-        raise ModelError(f"{path} holds {name}, which this model does not have")
-    if tensor.shape != own[name].shape:
-        raise ModelError(f"{path}: {name} has shape {tuple(tensor.shape)}, expected {tuple(own[name].shape)}")
-    if not bool(torch.isfinite(tensor).all()):
-        raise ModelError(f"{path}: {name} holds values that are not finite")
-    own[name].copy_(tensor)

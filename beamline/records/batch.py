@@ -53,6 +53,16 @@ class Batch:
         """Number of packed rows, ``N``."""
         return len(self.input_ids_N)
 
+    @property
+    def row_temperatures(self) -> NDArray[np.float32]:
+        """The sampling temperature of each row."""
+        return np.repeat(self.temperature_B, np.diff(self.cu_seqlens_B1))
+
+    def by_sequence(self, mask_N: NDArray[np.bool_], values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+        """Values of the rows that the mask chooses, as those of each sequence."""
+        chosen_B = np.add.reduceat(mask_N, self.cu_seqlens_B1[:-1], dtype=np.int64)
+        return np.split(values, np.cumsum(chosen_B)[:-1])
+
     def support_of(self, rows: NDArray[np.int64]) -> Support | None:
         """What could be drawn as the targets of some rows, in the order given; None when nothing was recorded."""
         return None if self.support_N is None else self.support_N.take(rows)

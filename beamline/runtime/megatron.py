@@ -38,7 +38,7 @@ def check_megatron(config: RunConfig, shape: BeamShape) -> None:
     """Ask whether a model can be trained by these processes, before anything is loaded.
 
     Raises:
-        ConfigError: Megatron-Core or a GPU is missing.
+        ConfigError: there are several of them.
         ModelError: the model cannot be cut like this.
     """
     mesh = mesh_of_run(config)
@@ -79,7 +79,6 @@ def megatron_rank(config: RunConfig, folder: Path) -> "Iterator[tuple[Rank, Rank
     from beamline.learner.megatron.model import Stage, initialize
     from beamline.learner.megatron.rank import Rank
     from beamline.learner.megatron.ranks import Ranks
-    from beamline.learner.megatron.reading import read_weights
 
     mesh, device = mesh_of_run(config), torch.device(DEVICE, int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
@@ -94,7 +93,7 @@ def megatron_rank(config: RunConfig, folder: Path) -> "Iterator[tuple[Rank, Rank
         initialize(mesh)
         policy = config.policy
         stage = Stage(BeamConfig.from_pretrained(folder), mesh, policy.dtype, device, policy.activation_checkpointing)
-        read_weights(folder, stage)
+        stage.read(folder)
         rank = Rank(stage, mesh, config.learner, policy.head_chunk_rows)
         yield rank, Ranks(rank, _BETWEEN_CALLS.total_seconds()), mesh
     finally:

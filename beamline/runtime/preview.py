@@ -1,7 +1,6 @@
 """What a run would do, found out without doing it."""
 
 import json
-from importlib.util import find_spec
 from math import prod
 
 from beamline.checkpoint import CheckpointStore
@@ -18,7 +17,7 @@ from beamline.runtime.engines import base_fingerprint, check_model, load_adapter
 from beamline.runtime.megatron import check_megatron
 from beamline.runtime.resume import resume_from
 from beamline.runtime.session import open_from
-from beamline.runtime.vllm import INSTALL
+from beamline.runtime.vllm import lacking
 
 
 def preview(config: RunConfig) -> str:
@@ -67,8 +66,8 @@ def _at_a_time(rollout: RolloutConfig) -> str:
 
 def _needs_lines(config: RunConfig) -> list[str]:
     """What the run itself would lack on this machine."""
-    if config.rollout.engine == "vllm" and find_spec("vllm") is None:
-        return [f"needs       vLLM, which is not installed here: {INSTALL}"]
+    if config.rollout.engine == "vllm" and (reason := lacking()):
+        return [f"needs       {reason}"]
     return []
 
 

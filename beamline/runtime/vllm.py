@@ -15,7 +15,6 @@ from beamline.rollout.vllm.replica import Launch
 from beamline.rollout.vllm.sampler import VllmSampler
 from beamline.transfer.local import LocalChannel
 
-INSTALL = "make setup-gpu makes an environment with it (Python 3.12, Linux, an NVIDIA GPU); see docs/vllm.md"
 COMMAND = (sys.executable, "-P", "-m", "beamline.rollout.vllm.process")  # -P: not what lies in the current folder
 
 
@@ -24,14 +23,23 @@ def mesh(rollout: RolloutConfig) -> Mesh:
     return Mesh(rollout.vllm.tensor_parallel, rollout.vllm.pipeline_parallel, rollout.vllm.expert_parallel)
 
 
+def lacking() -> str | None:
+    """What to do where vLLM is not installed; None where it is."""
+    if find_spec("vllm") is not None:
+        return None
+    return (
+        "vLLM is not installed here: make setup-gpu makes an environment with it (Python 3.12, Linux, an NVIDIA GPU); "
+        "see docs/vllm.md"
+    )
+
+
 def require_vllm() -> None:
     """Make sure that vLLM is here, before anything is loaded.
 
     Raises:
         ConfigError: it is not installed.
     """
-    if find_spec("vllm") is None:
-        reason = f"vLLM is not installed here: {INSTALL}"
+    if reason := lacking():
         raise ConfigError([Problem(reason, "rollout.engine", "vllm")])
 
 

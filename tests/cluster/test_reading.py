@@ -20,12 +20,11 @@ def differing(folder: Path, sizes: dict[str, int], weights: dict[str, torch.Tens
     """The tensors of which a rank has read anything else than what is theirs."""
     from beamline.learner.megatron.mesh import Mesh
     from beamline.learner.megatron.model import Stage, initialize
-    from beamline.learner.megatron.reading import read_weights
 
     mesh = Mesh(**sizes)
     initialize(mesh)
     stage = Stage(beam_config(), mesh, "float32", torch.device("cpu"))
-    read_weights(folder, stage)
+    stage.read(folder)
     pairs = ((each.part, view, weights[each.part.name][each.part.index]) for each, view in stage.placed())
     return [part.name for part, view, expected in pairs if not torch.equal(view, expected)]
 

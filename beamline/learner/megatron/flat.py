@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from math import prod
+from math import ceil, prod
 from typing import NamedTuple
 
 import torch
@@ -50,10 +50,9 @@ class Flat:
 
     def __init__(self, kind: Kind, held: Sequence[Held], ranks: ProcessGroup, device: torch.device) -> None:
         self.kind, self._held, self._ranks = kind, held, ranks
-        sizes = [-(-prod(each.shape) // _ALIGNED) * _ALIGNED for each in held]
+        sizes = [_up(prod(each.shape), _ALIGNED) for each in held]
         self._starts = [0, *accumulate(sizes)]
-        unit = _ALIGNED * ranks.size()
-        total = -(-self._starts[-1] // unit) * unit
+        total = _up(self._starts[-1], _ALIGNED * ranks.size())
         self.weights = torch.zeros(total, dtype=TORCH_DTYPES[kind.dtype], device=device)
         self.gradients = torch.zeros(0, device=device)
         self._own = slice(ranks.rank() * total // ranks.size(), (ranks.rank() + 1) * total // ranks.size())
@@ -105,6 +104,11 @@ class Flat:
             parameter.grad = None
 
         return add
+
+
+def _up(number: int, unit: int) -> int:
+    """The next multiple of a unit."""
+    return ceil(number / unit) * unit
 
 
 def boxes(part: TensorSlice, start: int, stop: int) -> Iterator[tuple[TensorSlice, int]]:

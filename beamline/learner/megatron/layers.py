@@ -40,7 +40,7 @@ class Attention(nn.Module):
         parts = qkvg.split(self._widths, dim=-1)
         query, key, value, gate = (part.unflatten(-1, (-1, self._head)) for part in parts)
         rotated = self._window is not None
-        query, key = packed.placed(self.q_norm(query), self.k_norm(key), rotated)
+        query, key = packed.positioned(self.q_norm(query), self.k_norm(key), rotated)
         out = packed.attend(query, key, value, self._window)
         out = out * torch.sigmoid(gate + self.gate_bias[:, None])
         result: Tensor = self.o_proj(out.flatten(1).unsqueeze(1))[0]

@@ -26,7 +26,7 @@ from beamline.policy.model import check_saved
 from beamline.records import Experience
 from beamline.transfer.dtypes import DTYPE_NAMES
 from beamline.transfer.local import LocalChannel
-from beamline.transfer.plan import TransferPlan
+from beamline.transfer.plan import TransferError, TransferPlan
 
 Floats = NDArray[np.float32]
 
@@ -136,10 +136,10 @@ class MegatronLearner:
         """Offer weights to the sampler of this process.
 
         Raises:
-            NotImplementedError: there are several ranks.
+            TransferError: there are several ranks, whose weights do not pass through one process.
         """
         if self._mesh.size > 1:
-            raise NotImplementedError("weights of several ranks cannot be handed to a sampler yet: use one")
+            raise TransferError("weights of several ranks cannot be handed to a sampler yet: use one")
         self._channel.send(plan, self._named)
 
     def save(self, writer: ShardWriter) -> None:

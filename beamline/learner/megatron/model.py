@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from beamline.learner.megatron.packed import Packed
 from beamline.model.beam import BeamShape
 from beamline.model.layout import DType
 from beamline.model.placement import Held, Placed
+from beamline.policy.model import stored_weights
 from beamline.transfer.dtypes import TORCH_DTYPES
 
 
@@ -128,6 +130,16 @@ class Stage(nn.Module):
             for part in each.placed():
                 view = own[part.parameter].data[part.box]
                 yield part, view[0] if view.dim() > len(part.part.size) else view
+
+    def read(self, folder: Path) -> None:
+        """Fill it from a Hugging Face folder, of which this rank's slices alone are read. Types are cast.
+
+        Raises:
+            ModelError: the folder cannot be used: see :func:`beamline.policy.model.stored_weights`.
+        """
+        with stored_weights(folder, self.shape) as read:
+            for each, view in self.placed():
+                view.copy_(read(each.part))
 
     def _flats(self, device: torch.device) -> Iterator[Flat]:
         """Memory for the parameters, each kind in one piece."""

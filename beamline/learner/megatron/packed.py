@@ -49,7 +49,7 @@ class Packed:
         """Rows of all sequences."""
         return self.borders_B1[-1]
 
-    def placed(self, query_NHd: Tensor, key_NGd: Tensor, rotated: bool) -> tuple[Tensor, Tensor]:
+    def positioned(self, query_NHd: Tensor, key_NGd: Tensor, rotated: bool) -> tuple[Tensor, Tensor]:
         """Queries and keys that know their positions: rotated, or scaled queries."""
         if rotated:
             turned: tuple[Tensor, Tensor] = apply_rotary_pos_emb(query_NHd, key_NGd, self.cos_Nd, self.sin_Nd)

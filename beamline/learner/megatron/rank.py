@@ -1,6 +1,6 @@
 """What each rank of the learner does when all of them are asked for the same."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,10 @@ from beamline.policy.weights import raw
 from beamline.records import Batch, Experience, pack
 
 Floats = NDArray[np.float32]
+Score = Callable[[Tensor], tuple[Tensor, list[Any]]]
+"""From the last stage's hidden states: the loss, and what is to be known of it."""
+Step = tuple[Batch, Score]
+"""A micro-batch and its score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,44 +79,34 @@ class Rank:
 
     def evaluate(self, sequences: Sequence[Experience], chosen: Literal["responses", "all"]) -> list[Evaluated]:
         """Log-probabilities and entropies, without a gradient, of this data rank's share of the sequences."""
-        shares = self._shares([sequence.rows for sequence in sequences])
 
-        def found(packed: Batch, share: list[int], hidden: Tensor) -> list[Evaluated]:
-            mask = packed.loss_mask_N if chosen == "responses" else np.ones(packed.rows, dtype=bool)
-            logprobs, entropy = (
-                x.cpu().numpy() for x in self._logprobs(packed, torch.from_numpy(mask.nonzero()[0]), hidden)
-            )
-            borders = np.cumsum(np.add.reduceat(mask, packed.cu_seqlens_B1[:-1], dtype=np.int64))[:-1]
-            parts = zip(share, np.split(logprobs, borders), np.split(entropy, borders), strict=True)
-            return [Evaluated(*each) for each in parts]
-
-        def step(share: list[int]) -> tuple[Batch, Any]:
-            if not share:
-                return self._nothing(), lambda hidden: (hidden.sum() * 0, [])
+        def step(share: list[int]) -> Step:
             packed = pack([sequences[i] for i in share])
-            return packed, lambda hidden: (hidden.sum() * 0, found(packed, share, hidden))
+            mask_N = packed.loss_mask_N if chosen == "responses" else np.ones(packed.rows, dtype=bool)
+
+            def score(hidden: Tensor) -> tuple[Tensor, list[Any]]:
+                found = self._logprobs(packed, torch.from_numpy(mask_N.nonzero()[0]), hidden)
+                parts = (packed.by_sequence(mask_N, tensor.cpu().numpy()) for tensor in found)
+                return hidden.new_zeros(()), [Evaluated(*each) for each in zip(share, *parts, strict=True)]
+
+            return packed, score
 
         with torch.no_grad():
-            results = self._run(map(step, shares), len(shares), forward_only=True)
-        return [each for result in results for each in result] if self._reports else []
+            return self._run([sequence.rows for sequence in sequences], step, forward_only=True)
 
     def update(self, planned: Sequence[Planned], loss: LossConfig) -> list[Trained]:
         """Add up the gradient of this data rank's share of the sequences; gives each micro-batch's loss and tokens."""
-        shares = self._shares([each.experience.rows for each in planned])
 
-        def step(share: list[int]) -> tuple[Batch, Any]:
-            if not share:
-                return self._nothing(), lambda hidden: (hidden.sum() * 0, [])
+        def step(share: list[int]) -> Step:
             micro = micro_batch([planned[i] for i in share], loss).to(self._device)
 
-            def learned(hidden: Tensor) -> tuple[Tensor, Any]:
+            def score(hidden: Tensor) -> tuple[Tensor, list[Any]]:
                 total, tokens = loss_of(micro, *self._logprobs(micro.batch, micro.rows_T, hidden), loss)
                 return total, [Trained(share, float(total.detach()), tokens)]
 
-            return micro.batch, learned
+            return micro.batch, score
 
-        results = self._run(map(step, shares), len(shares), forward_only=False)
-        return [each for result in results for each in result] if self._reports else []
+        return self._run([each.experience.rows for each in planned], step, forward_only=False)
 
     def forget(self) -> None:
         """Drop the gradient."""
@@ -185,27 +179,31 @@ class Rank:
         own = cuts[self._place.data :: data]
         return own + [[]] * (-(-len(cuts) // data) - len(own))
 
-    def _run(self, steps: Iterator[tuple[Batch, Any]], count: int, forward_only: bool) -> list[Any]:
-        """Forward, and backward, over micro-batches and stages (1F1B); what the last stage's losses found."""
+    def _run(self, rows: Sequence[int], step: Callable[[list[int]], Step], forward_only: bool) -> list[Any]:
+        """Forward, and backward, over this data rank's micro-batches and all stages (1F1B).
 
-        def forward(iterator: Iterator[tuple[Batch, Any]], stage: Stage) -> tuple[Tensor, Any]:
+        Gives what their scores found on the rank that reports, and nothing on the others.
+        """
+        shares = self._shares(rows)
+        if not shares:
+            return []
+
+        def forward(iterator: Iterator[Step], stage: Stage) -> tuple[Tensor, Any]:
             batch, score = next(iterator)
             ids, borders = self._filled(batch)
             hidden = stage(ids, Packed.of(borders, stage.beam, self._device))
             return hidden, partial(_scored, score)
 
-        if not count:
-            return []
-        results: list[Any] = get_forward_backward_func()(
+        results = get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=steps,
+            data_iterator=(step(share) if share else self._nothing() for share in shares),
             model=self.stage,
-            num_microbatches=count,
+            num_microbatches=len(shares),
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        return results
+        return [each for result in results for each in result] if self._reports else []
 
     def _filled(self, batch: Batch) -> tuple[Tensor, tuple[int, ...]]:
         """Token ids and borders, with a sequence behind that makes the rows a multiple of the tensor ranks."""
@@ -215,21 +213,19 @@ class Rank:
         return ids, tuple(borders + [borders[-1] + missing] * bool(missing))
 
     def _logprobs(self, batch: Batch, rows: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        temperature_N = np.repeat(batch.temperature_B, np.diff(batch.cu_seqlens_B1))
-        target_N = torch.from_numpy(batch.target_ids_N).to(self._device)
-        return self.stage.logprobs(
-            hidden, rows.to(self._device), target_N, torch.from_numpy(temperature_N).to(self._device), self._chunk
-        )
+        arrays = batch.target_ids_N, batch.row_temperatures
+        target_N, temperature_N = (torch.from_numpy(array).to(self._device) for array in arrays)
+        return self.stage.logprobs(hidden, rows.to(self._device), target_N, temperature_N, self._chunk)
 
-    def _nothing(self) -> Batch:
+    def _nothing(self) -> Step:
         """A micro-batch that nothing is learned from, for a rank that the others have to wait for at their experts."""
         ids = np.arange(self._mesh.tensor, dtype=np.int64)
         zeros = np.zeros(len(ids), dtype=np.float32)
-        borders = np.array([0, len(ids)])
-        return Batch(ids, ids, ids, borders, zeros > 0, zeros, zeros, np.ones(1, np.float32), None)
+        batch = Batch(ids, ids, ids, np.array([0, len(ids)]), zeros > 0, zeros, zeros, np.ones(1, np.float32), None)
+        return batch, lambda hidden: (hidden.sum() * 0, [])
 
 
-def _scored(score: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+def _scored(score: Score, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
     """What Megatron-Core's schedules want of a loss: its value, a number of tokens (of no use here), what to keep."""
     total, found = score(hidden)
     return total, torch.zeros((), dtype=torch.int, device=hidden.device), found

@@ -67,7 +67,7 @@ class Evaluation:
         hidden_ND = self._hidden_states(
             self._module, input_ids_N, position_ids_N, packing, self._adapters, routes_NLK, dropout
         )
-        temperature_N = torch.from_numpy(np.repeat(batch.temperature_B, np.diff(batch.cu_seqlens_B1)))
+        temperature_N = torch.from_numpy(batch.row_temperatures)
         typed = cast(Any, self._module)
         return self._score(
             hidden_ND[rows],
@@ -93,8 +93,7 @@ class Evaluation:
             packed = pack([sequences[i] for i in cut])
             mask_N = chosen(packed)
             found = self(packed, torch.from_numpy(mask_N.nonzero()[0]))
-            borders = np.cumsum(np.add.reduceat(mask_N, packed.cu_seqlens_B1[:-1], dtype=np.int64))[:-1]
-            parts = (np.split(tensor.numpy(), borders) for tensor in found)
+            parts = (packed.by_sequence(mask_N, tensor.numpy()) for tensor in found)
             for i, of_logprobs, of_entropies in zip(cut, *parts, strict=True):
                 logprobs[i], entropies[i] = of_logprobs, of_entropies
         return logprobs, entropies

@@ -61,7 +61,7 @@ class Inbox:
         end = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             if self._receive():
-                if self._filled == len(self._buffer) and (message := self._completed()) is not None:
+                if (message := self._completed()) is not None:
                     return message
                 if time.monotonic() > end + _PATIENCE:
                     return None
@@ -83,16 +83,16 @@ class Inbox:
         return True
 
     def _completed(self) -> bytearray | None:
-        """The message, if it was one that is complete and not its size."""
-        done, was_size = self._buffer, self._is_size
-        size = _SIZE.unpack(done)[0] if was_size else _SIZE.size
-        if size > _MOST:
-            raise WireError(f"a message of {size} bytes is announced")
-        self._buffer, self._filled, self._is_size = bytearray(size), 0, not was_size or not size
-        if was_size and not size:
-            self._buffer = bytearray(_SIZE.size)
-            return bytearray()
-        return None if was_size else done
+        """The message, if it is complete."""
+        while self._filled == len(self._buffer):
+            done, was_size = self._buffer, self._is_size
+            size = _SIZE.unpack(done)[0] if was_size else _SIZE.size
+            if size > _MOST:
+                raise WireError(f"a message of {size} bytes is announced")
+            self._buffer, self._filled, self._is_size = bytearray(size), 0, not was_size
+            if not was_size:
+                return done
+        return None
 
 
 class Outbox:
