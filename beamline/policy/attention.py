@@ -75,6 +75,27 @@ def window_mask(length: int, window: int) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
+def flash_takes(query: Tensor) -> bool:
+    """Whether :func:`flash` is there for such a tensor: 16 bits on a GPU."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def flash(
+    query_NHd: Tensor, key_NGd: Tensor, value_NGd: Tensor, cu_seqlens_B1: Tensor, longest: int, window: int | None
+) -> Tensor:
+    """Causal attention within each sequence, ``[N, H, d]``, by torch's flash attention; scaled by ``d ** -0.5``.
+
+    ``cu_seqlens_B1`` are the borders of the sequences, int32 on the device. A query sees ``window`` tokens, itself
+    included.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    borders: Any = (cu_seqlens_B1, cu_seqlens_B1, longest, longest)
+    left = -1 if window is None else window - 1
+    out: Tensor = varlen_attn(query_NHd, key_NGd, value_NGd, *borders, window_size=(left, 0), enable_gqa=True)  # type: ignore[assignment]
+    return out
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,

@@ -15,6 +15,13 @@ def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
+def float32_product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right`` in float32, from inputs as they are."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
 def head_logprobs(
     hidden_ND: Tensor,
     weight_VD: Tensor,

@@ -10,7 +10,7 @@ from transformers import BeamConfig
 from transformers.models.beam.modeling_beam import BeamTopKRouter
 
 from beamline.learner.megatron.swiglu import swiglu
-from beamline.policy.grouped import grouped_outer, grouped_product
+from beamline.policy.grouped import grouped_linear
 
 
 class Experts(nn.Module):
@@ -61,7 +61,7 @@ class Experts(nn.Module):
 
     def _own_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
-        return _linear(swiglu(_linear(rows, self.gate_up_proj, counts, ends)), self.down_proj, counts, ends)
+        return grouped_linear(swiglu(grouped_linear(rows, self.gate_up_proj, ends)), self.down_proj, ends)
 
 
 class Moe(nn.Module):
@@ -79,34 +79,6 @@ class Moe(nn.Module):
         _, weights_NK, chosen_NK = self.gate(x_ND)
         mixed: Tensor = self.experts(x_ND, weights_NK, chosen_NK) * self._factor
         return mixed.unsqueeze(1)
-
-
-class _Linear(torch.autograd.Function):
-    """``rows[i] @ W_e^T`` for the rows of each expert. An expert without rows has the gradient 0, exactly.
-
-    torch's grouped product leaves that memory as it was on some GPUs, and need not take no rows at all.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight_EOI: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight_EOI, counts, ends)
-        if not len(rows):
-            return rows.new_zeros(0, weight_EOI.shape[1])
-        return grouped_product(rows, weight_EOI.transpose(1, 2), ends)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        rows, weight_EOI, counts, ends = ctx.saved_tensors
-        if not len(rows):
-            return torch.zeros_like(rows), torch.zeros_like(weight_EOI), None, None
-        grad = grad.contiguous()
-        weight_grad = grouped_outer(grad, rows, ends, len(weight_EOI))
-        weight_grad.masked_fill_((counts == 0)[:, None, None], 0)
-        return grouped_product(grad, weight_EOI, ends), weight_grad, None, None
-
-
-def _linear(rows: Tensor, weight_EOI: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
-    return cast(Tensor, cast(Any, _Linear).apply(rows, weight_EOI, counts, ends))
 
 
 class _Gather(torch.autograd.Function):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-from beamline.policy.head import chunks, soft_cap
+from beamline.policy.head import chunks, float32_product, soft_cap
 
 
 def head_logprobs(
@@ -48,7 +48,7 @@ class _Head(torch.autograd.Function):
         own_N = target_N - ranks.rank() * len(weight_VD)
         chosen_N, normalizer_N, entropy_N = (hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32) for _ in range(3))
         for rows in chunks(len(hidden_ND), chunk_rows):
-            logits = soft_cap(_product(hidden_ND[rows], weight_VD.T), cap) / temperature_N[rows, None]
+            logits = soft_cap(float32_product(hidden_ND[rows], weight_VD.T), cap) / temperature_N[rows, None]
             largest = logits.amax(dim=-1)
             all_reduce(largest, ReduceOp.MAX, ranks)
             shifted = logits - largest[:, None]
@@ -72,22 +72,15 @@ class _Head(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden_ND)
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows in chunks(len(hidden_ND), ctx.chunk_rows):
-            capped = soft_cap(_product(hidden_ND[rows], weight_VD.T), ctx.cap)
+            capped = soft_cap(float32_product(hidden_ND[rows], weight_VD.T), ctx.cap)
             scale = grad_N[rows] / temperature_N[rows]
             grad = (capped / temperature_N[rows, None] - normalizer_N[rows, None]).exp_().mul_(-scale[:, None])
             mine = (own_N[rows] >= 0) & (own_N[rows] < len(weight_VD))
             grad.scatter_add_(1, own_N[rows].clamp(0, len(weight_VD) - 1)[:, None], (scale * mine)[:, None])
             grad.mul_(1 - (capped / ctx.cap).square_())
             grad = grad.to(weight_VD.dtype)
-            hidden_grad[rows] = _product(grad, weight_VD).to(hidden_grad.dtype)
+            hidden_grad[rows] = float32_product(grad, weight_VD).to(hidden_grad.dtype)
             if weight_grad is not None:
-                weight_grad += _product(grad.T, hidden_ND[rows])
+                weight_grad += float32_product(grad.T, hidden_ND[rows])
         weight_grad = None if weight_grad is None else weight_grad.to(weight_VD.dtype)
         return hidden_grad, weight_grad, None, None, None, None, None
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """In float32, from inputs as they are."""
-    if left.is_cuda and left.dtype != torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +13,7 @@ from transformers.models.beam.modeling_beam import (
     compute_attention_scaling,
 )
 
-from beamline.policy.attention import window_mask
-
-_FLASH_TYPES = torch.bfloat16, torch.float16
+from beamline.policy.attention import flash, flash_takes, window_mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +58,10 @@ class Packed:
 
         By torch's flash attention for 16 bits on a GPU; else sequence by sequence, which is for tests.
         """
-        if query_NHd.is_cuda and query_NHd.dtype in _FLASH_TYPES:
-            return self._flash(query_NHd, key_NGd, value_NGd, window)
+        if flash_takes(query_NHd):
+            return flash(query_NHd, key_NGd, value_NGd, self.cu_seqlens_B1, self.longest, window)
         spans = [slice(a, b) for a, b in pairwise(self.borders_B1)]
         return torch.cat([self._alone(query_NHd[span], key_NGd[span], value_NGd[span], window) for span in spans])
-
-    def _flash(self, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
-        borders: Any = (self.cu_seqlens_B1, self.cu_seqlens_B1, self.longest, self.longest)
-        left = -1 if window is None else window - 1
-        out: Tensor = varlen_attn(query, key, value, *borders, window_size=(left, 0), enable_gqa=True)  # type: ignore[assignment]
-        return out
 
     @staticmethod
     def _alone(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
