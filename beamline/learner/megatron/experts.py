@@ -1,6 +1,6 @@
 """Experts spread over ranks: each row goes to the ranks of its experts and comes back, in one exchange each way."""
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from megatron.core.tensor_parallel.mappings import all_to_all
@@ -9,8 +9,8 @@ from torch.distributed import ProcessGroup, all_to_all_single
 from transformers import BeamConfig
 from transformers.models.beam.modeling_beam import BeamTopKRouter
 
-from beamline.learner.megatron.swiglu import swiglu
 from beamline.policy.grouped import grouped_linear
+from beamline.policy.passes import gather, mixed, swiglu
 
 
 class Experts(nn.Module):
@@ -35,14 +35,13 @@ class Experts(nn.Module):
 
         The order of the sum is that of the choice, whichever ranks the experts are on.
         """
-        (N, K), flat = chosen_NK.shape, chosen_NK.reshape(-1)
+        K, flat = chosen_NK.shape[1], chosen_NK.reshape(-1)
         by_expert, order = flat.sort(stable=True)
         back = _inverse(order)
         ends = torch.searchsorted(by_expert, torch.arange(self._all, device=flat.device), right=True)
         sent = ends.diff(prepend=ends.new_zeros(1))
-        outer = self._at_experts(_gather(x_ND, order // K, back, K), sent)
-        outer = _gather(outer, back, order, 1).view(N, K, -1)
-        return (outer * weights_NK[..., None]).sum(dim=1).to(x_ND.dtype)
+        outer = self._at_experts(gather(x_ND, order // K, back, K), sent)
+        return mixed(outer, weights_NK, order, back)
 
     def _at_experts(self, rows: Tensor, sent: Tensor) -> Tensor:
         """What experts make of rows in the order of their experts, ``sent[e]`` for expert e."""
@@ -56,8 +55,8 @@ class Experts(nn.Module):
         numbers = torch.arange(self._own, device=rows.device).repeat(ranks)
         order = numbers.repeat_interleave(received, output_size=sum(in_splits)).argsort(stable=True)
         back = _inverse(order)
-        outer = self._own_experts(_gather(rows, order, back, 1), received.view(ranks, -1).sum(0))
-        return cast(Tensor, all_to_all(self._ranks, _gather(outer, back, order, 1), out_splits, in_splits))
+        outer = self._own_experts(gather(rows, order, back, 1), received.view(ranks, -1).sum(0))
+        return cast(Tensor, all_to_all(self._ranks, gather(outer, back, order, 1), out_splits, in_splits))
 
     def _own_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -77,29 +76,8 @@ class Moe(nn.Module):
         """Rows ``[N, 1, D]`` of this rank."""
         x_ND = x_N1D.squeeze(1)
         _, weights_NK, chosen_NK = self.gate(x_ND)
-        mixed: Tensor = self.experts(x_ND, weights_NK, chosen_NK) * self._factor
-        return mixed.unsqueeze(1)
-
-
-class _Gather(torch.autograd.Function):
-    """``x[index]``, where each row of x is taken ``copies`` times; the gradients of copies are added in their order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(back)
-        ctx.copies = copies
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (back,) = ctx.saved_tensors
-        rows = grad.index_select(0, back)
-        return rows.view(-1, ctx.copies, grad.shape[1]).sum(dim=1) if ctx.copies > 1 else rows, None, None, None
-
-
-def _gather(x: Tensor, index: Tensor, back: Tensor, copies: int) -> Tensor:
-    """Row ``index[j]`` of x for each j. ``back`` says where each copy of each row went."""
-    return cast(Tensor, cast(Any, _Gather).apply(x, index, back, copies))
+        out: Tensor = self.experts(x_ND, weights_NK, chosen_NK) * self._factor
+        return out.unsqueeze(1)
 
 
 def _inverse(order: Tensor) -> Tensor:

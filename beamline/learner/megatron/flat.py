@@ -14,7 +14,8 @@ from beamline.model.layout import DType, TensorSlice
 from beamline.model.placement import Held
 from beamline.transfer.dtypes import TORCH_DTYPES
 
-_ALIGNED = 64  # elements at which parameters and parts begin: 128 bytes of BF16, which kernels like
+ALIGNED = 64
+"""Elements at which parameters and parts begin and end: 128 bytes of BF16, which kernels like."""
 
 
 class Kind(NamedTuple):
@@ -50,9 +51,9 @@ class Flat:
 
     def __init__(self, kind: Kind, held: Sequence[Held], ranks: ProcessGroup, device: torch.device) -> None:
         self.kind, self._held, self._ranks = kind, held, ranks
-        sizes = [_up(prod(each.shape), _ALIGNED) for each in held]
+        sizes = [_up(prod(each.shape), ALIGNED) for each in held]
         self._starts = [0, *accumulate(sizes)]
-        total = _up(self._starts[-1], _ALIGNED * ranks.size())
+        total = _up(self._starts[-1], ALIGNED * ranks.size())
         self.weights = torch.zeros(total, dtype=TORCH_DTYPES[kind.dtype], device=device)
         self.gradients = torch.zeros(0, device=device)
         self._own = slice(ranks.rank() * total // ranks.size(), (ranks.rank() + 1) * total // ranks.size())

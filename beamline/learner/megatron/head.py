@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
+from beamline.policy.fused import fused
 from beamline.policy.head import chunks, float32_product, soft_cap
 
 
@@ -45,42 +46,75 @@ class _Head(torch.autograd.Function):
         chunk_rows: int,
         ranks: ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
-        own_N = target_N - ranks.rank() * len(weight_VD)
+        own_N1 = (target_N - ranks.rank() * len(weight_VD))[:, None]
+        temperature_N1 = temperature_N[:, None]
         chosen_N, normalizer_N, entropy_N = (hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32) for _ in range(3))
         for rows in chunks(len(hidden_ND), chunk_rows):
-            logits = soft_cap(float32_product(hidden_ND[rows], weight_VD.T), cap) / temperature_N[rows, None]
-            largest = logits.amax(dim=-1)
+            logits = float32_product(hidden_ND[rows], weight_VD.T)
+            largest = _largest(logits, temperature_N1[rows], cap)
             all_reduce(largest, ReduceOp.MAX, ranks)
-            shifted = logits - largest[:, None]
-            weights = shifted.exp()
-            mine = (own_N[rows] >= 0) & (own_N[rows] < len(weight_VD))
-            target = shifted.gather(1, own_N[rows].clamp(0, len(weight_VD) - 1)[:, None]).squeeze(1)
-            sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1), target.where(mine, 0.0)])
+            sums = _sums(logits, temperature_N1[rows], largest[:, None], own_N1[rows], cap)
             all_reduce(sums, ReduceOp.SUM, ranks)
             log_sum = sums[0].log()
             chosen_N[rows] = sums[2] - log_sum
             entropy_N[rows] = log_sum - sums[1] / sums[0]
             normalizer_N[rows] = largest + log_sum
-        ctx.save_for_backward(hidden_ND, weight_VD, own_N, temperature_N, normalizer_N)
+        ctx.save_for_backward(hidden_ND, weight_VD, own_N1, temperature_N1, normalizer_N)
         ctx.cap, ctx.chunk_rows = cap, chunk_rows
         ctx.mark_non_differentiable(entropy_N)
         return chosen_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, own_N, temperature_N, normalizer_N = ctx.saved_tensors
+        hidden_ND, weight_VD, own_N1, temperature_N1, normalizer_N = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden_ND)
         weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows in chunks(len(hidden_ND), ctx.chunk_rows):
-            capped = soft_cap(float32_product(hidden_ND[rows], weight_VD.T), ctx.cap)
-            scale = grad_N[rows] / temperature_N[rows]
-            grad = (capped / temperature_N[rows, None] - normalizer_N[rows, None]).exp_().mul_(-scale[:, None])
-            mine = (own_N[rows] >= 0) & (own_N[rows] < len(weight_VD))
-            grad.scatter_add_(1, own_N[rows].clamp(0, len(weight_VD) - 1)[:, None], (scale * mine)[:, None])
-            grad.mul_(1 - (capped / ctx.cap).square_())
-            grad = grad.to(weight_VD.dtype)
+            logits = float32_product(hidden_ND[rows], weight_VD.T)
+            by_row = temperature_N1[rows], normalizer_N[rows, None], grad_N[rows, None], own_N1[rows]
+            grad = _logits_grad(logits, *by_row, ctx.cap, weight_VD.dtype)
             hidden_grad[rows] = float32_product(grad, weight_VD).to(hidden_grad.dtype)
             if weight_grad is not None:
                 weight_grad += float32_product(grad.T, hidden_ND[rows])
         weight_grad = None if weight_grad is None else weight_grad.to(weight_VD.dtype)
         return hidden_grad, weight_grad, None, None, None, None, None
+
+
+@fused()
+def _largest(logits_NV: Tensor, temperature_N1: Tensor, cap: float) -> Tensor:
+    return (soft_cap(logits_NV, cap) / temperature_N1).amax(dim=-1)
+
+
+@fused()
+def _sums(logits_NV: Tensor, temperature_N1: Tensor, largest_N1: Tensor, own_N1: Tensor, cap: float) -> Tensor:
+    """Of each row the sum of ``e^l``, that of ``l e^l``, and l of the target, with l less the largest one, ``[3, N]``.
+
+    Targets of other ranks count 0.
+    """
+    shifted = soft_cap(logits_NV, cap) / temperature_N1 - largest_N1
+    weights = shifted.exp()
+    return torch.stack(
+        [weights.sum(-1), (weights * shifted).sum(-1), torch.where(_at(own_N1, shifted), shifted, 0).sum(-1)]
+    )
+
+
+@fused()
+def _logits_grad(
+    logits_NV: Tensor,
+    temperature_N1: Tensor,
+    normalizer_N1: Tensor,
+    grad_N1: Tensor,
+    own_N1: Tensor,
+    cap: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``grad / T * (onehot(y) - softmax(l)) * (1 - (c / cap)^2)`` with ``c = cap tanh(z / cap)`` and ``l = c / T``."""
+    capped = soft_cap(logits_NV, cap)
+    weights = (capped / temperature_N1 - normalizer_N1).exp()
+    slope = 1 - (capped / cap).square()
+    return ((_at(own_N1, capped).float() - weights) * (grad_N1 / temperature_N1) * slope).to(dtype)
+
+
+def _at(own_N1: Tensor, like_NV: Tensor) -> Tensor:
+    """Where the target of each row stands, if it is one of this rank's."""
+    return torch.arange(like_NV.shape[1], device=like_NV.device) == own_N1

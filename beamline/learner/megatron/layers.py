@@ -12,11 +12,11 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import BeamConfig
-from transformers.models.beam.modeling_beam import BeamRMSNorm, depth_scaled_residual_add
+from transformers.models.beam.modeling_beam import BeamRMSNorm
 
 from beamline.learner.megatron.experts import Moe
 from beamline.learner.megatron.packed import Packed
-from beamline.learner.megatron.swiglu import swiglu
+from beamline.policy.passes import gated, norm, normed_sum, swiglu
 
 
 class Attention(nn.Module):
@@ -31,18 +31,17 @@ class Attention(nn.Module):
         self.gate_bias = nn.Parameter(torch.empty(q // self._head, dtype=parallel.params_dtype))
         self.qkvg_proj = column(config.hidden_size, sum(self._widths) * ranks, parallel)
         self.o_proj = row(q * ranks, config.hidden_size, parallel)
-        norm = partial(BeamRMSNorm, self._head, config.rms_norm_eps)
-        self.q_norm, self.k_norm = norm().to(parallel.params_dtype), norm().to(parallel.params_dtype)
+        head_norm = partial(BeamRMSNorm, self._head, config.rms_norm_eps)
+        self.q_norm, self.k_norm = head_norm().to(parallel.params_dtype), head_norm().to(parallel.params_dtype)
 
     def forward(self, x: Tensor, packed: Packed) -> Tensor:
         """Of this rank's rows; attends over all rows."""
         qkvg = self.qkvg_proj(x)[0].squeeze(1)
         parts = qkvg.split(self._widths, dim=-1)
         query, key, value, gate = (part.unflatten(-1, (-1, self._head)) for part in parts)
-        rotated = self._window is not None
-        query, key = packed.positioned(self.q_norm(query), self.k_norm(key), rotated)
-        out = packed.attend(query, key, value, self._window)
-        out = out * torch.sigmoid(gate + self.gate_bias[:, None])
+        norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.variance_epsilon
+        query, key = packed.positioned(query, key, norms, rotated=self._window is not None)
+        out = gated(packed.attend(query, key, value, self._window), gate, self.gate_bias)
         result: Tensor = self.o_proj(out.flatten(1).unsqueeze(1))[0]
         return result
 
@@ -69,20 +68,20 @@ class Layer(nn.Module):
         self.self_attn = Attention(config, layer, parallel)
         sparse = config.mlp_layer_types[layer] == "sparse"
         self.mlp = Moe(config, experts, parallel.params_dtype) if sparse else Mlp(config, parallel)
-        norm = partial(BeamRMSNorm, config.hidden_size, config.rms_norm_eps)
-        self.input_layernorm = norm().to(parallel.params_dtype)
-        self.post_attention_layernorm = norm().to(parallel.params_dtype)
-        self.pre_feedforward_layernorm = norm().to(parallel.params_dtype)
-        self.post_feedforward_layernorm = norm().to(parallel.params_dtype)
+        layer_norm = partial(BeamRMSNorm, config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = layer_norm().to(parallel.params_dtype)
+        self.post_attention_layernorm = layer_norm().to(parallel.params_dtype)
+        self.pre_feedforward_layernorm = layer_norm().to(parallel.params_dtype)
+        self.post_feedforward_layernorm = layer_norm().to(parallel.params_dtype)
+        self._eps: float = config.rms_norm_eps
         self._adds = 2 * (layer + 1), 2 * (layer + 1) + 1
 
     def forward(self, h: Tensor, packed: Packed) -> Tensor:
         """Of this rank's rows ``[rows, 1, D]``."""
-        x = self.post_attention_layernorm(self.self_attn(self.input_layernorm(h), packed))
-        h = depth_scaled_residual_add(x, h, self._adds[0])
-        x = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(h)))
-        out: Tensor = depth_scaled_residual_add(x, h, self._adds[1])
-        return out
+        x = self.self_attn(norm(h, self.input_layernorm.weight, self._eps), packed)
+        h = normed_sum(x, h, self.post_attention_layernorm.weight, self._eps, self._adds[0])
+        x = self.mlp(norm(h, self.pre_feedforward_layernorm.weight, self._eps))
+        return normed_sum(x, h, self.post_feedforward_layernorm.weight, self._eps, self._adds[1])
 
 
 def column(inputs: int, outputs: int, parallel: ModelParallelConfig) -> ColumnParallelLinear:

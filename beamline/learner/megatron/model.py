@@ -26,6 +26,7 @@ from beamline.model.beam import BeamShape
 from beamline.model.layout import DType
 from beamline.model.placement import Held, Placed
 from beamline.policy.model import stored_weights
+from beamline.policy.passes import norm
 from beamline.transfer.dtypes import TORCH_DTYPES
 
 
@@ -173,7 +174,7 @@ class Stage(nn.Module):
             else:
                 h = layer(h, packed)
         if self.last:
-            h = model.norm(h)
+            h = norm(h, model.norm.weight, self.beam.rms_norm_eps)
             if self.config.sequence_parallel:
                 h = gather_from_sequence_parallel_region(h)
         return h

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.distributed import all_reduce
 
 from beamline.config.schema import OptimizerConfig
-from beamline.learner.megatron.flat import Flat
+from beamline.learner.megatron.flat import ALIGNED, Flat
 from beamline.learner.megatron.model import Stage
 from beamline.model.layout import TensorSlice
+from beamline.policy.fused import fused
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -102,8 +103,8 @@ class Optimizer:
         squares = torch.zeros((), dtype=torch.float64, device=self._parts[0].master.device)
         for part in self._parts:
             if not (part.flat.kind.shared and self._tensor.rank() != 0):  # the first tensor rank counts for all
-                for chunk in part.flat.own_gradients.split(_CHUNK):
-                    squares += chunk.square().sum(dtype=torch.float64)
+                for chunk in _chunks(part.flat.own_gradients):
+                    squares += _squares(chunk)
         all_reduce(squares)
         return math.sqrt(float(squares))
 
@@ -112,16 +113,34 @@ class Optimizer:
 
         Loshchilov and Hutter, Decoupled weight decay regularization, 2019; as torch's AdamW has it.
         """
-        lr, eps, (first, second) = self.lr, self._config.eps, self._config.betas
-        corrections = 1 - first ** (self.updates + 1), 1 - second ** (self.updates + 1)
+        lr, (first, second), count = self.lr, self._config.betas, self.updates + 1
+        decay = lr * self._config.weight_decay if part.flat.kind.decayed else 0.0
+        bias = math.sqrt(1 - second**count)
+        by = scale, 1 - decay, 1 - first, 1 - second, bias, self._config.eps, -lr / (1 - first**count)
+        factors = torch.tensor(by, device=part.master.device)
         tensors = part.flat.own_gradients, part.master, part.exp_avg, part.exp_avg_sq
-        for g, w, m, v in zip(*(x.split(_CHUNK) for x in tensors), strict=True):
-            g.mul_(scale)
-            if part.flat.kind.decayed:
-                w.mul_(1 - lr * self._config.weight_decay)
-            m.lerp_(g, 1 - first)
-            v.mul_(second).addcmul_(g, g, value=1 - second)
-            w.addcdiv_(m, v.sqrt().div_(math.sqrt(corrections[1])).add_(eps), value=-lr / corrections[0])
+        for g, w, m, v in zip(*(_chunks(x) for x in tensors), strict=True):
+            _adamw(g, w, m, v, factors)
+
+
+def _chunks(flat: Tensor) -> tuple[Tensor, ...]:
+    """Parts of it, as rows."""
+    parts: tuple[Tensor, ...] = flat.view(-1, ALIGNED).split(_CHUNK // ALIGNED)
+    return parts
+
+
+@fused()
+def _squares(x: Tensor) -> Tensor:
+    return x.square().sum(dtype=torch.float64)
+
+
+@fused("factors")
+def _adamw(gradient: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, factors: Tensor) -> None:
+    scale, kept, first, second, bias, eps, rate = factors.unbind()
+    g = gradient * scale
+    exp_avg.add_((g - exp_avg) * first)
+    exp_avg_sq.add_((g * g - exp_avg_sq) * second)
+    master.mul_(kept).add_(exp_avg / (exp_avg_sq.sqrt() / bias + eps) * rate)
 
 
 def _part(flat: Flat) -> _Part:

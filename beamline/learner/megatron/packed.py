@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import BeamConfig
-from transformers.models.beam.modeling_beam import (
-    BeamRotaryEmbedding,
-    apply_rotary_pos_emb,
-    compute_attention_scaling,
-)
+from transformers.models.beam.modeling_beam import BeamRotaryEmbedding, compute_attention_scaling
 
+from beamline.policy import passes
 from beamline.policy.attention import flash, flash_takes, window_mask
+
+Norms = tuple[Tensor, Tensor, float]
+"""Weights ``[d]`` of the norms of queries and of keys, and their epsilon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,11 @@ class Packed:
         """Rows of all sequences."""
         return self.borders_B1[-1]
 
-    def positioned(self, query_NHd: Tensor, key_NGd: Tensor, rotated: bool) -> tuple[Tensor, Tensor]:
-        """Queries and keys that know their positions: rotated, or scaled queries."""
+    def positioned(self, query_NHd: Tensor, key_NGd: Tensor, norms: Norms, rotated: bool) -> tuple[Tensor, Tensor]:
+        """Normed queries and keys that know their positions: rotated, or scaled queries."""
         if rotated:
-            turned: tuple[Tensor, Tensor] = apply_rotary_pos_emb(query_NHd, key_NGd, self.cos_Nd, self.sin_Nd)
-            return turned
-        return (query_NHd.float() * self.scale_N[:, None, None]).to(query_NHd.dtype), key_NGd
+            return passes.rotated(query_NHd, key_NGd, *norms, self.cos_Nd, self.sin_Nd)
+        return passes.scaled(query_NHd, key_NGd, *norms, self.scale_N)
 
     def attend(self, query_NHd: Tensor, key_NGd: Tensor, value_NGd: Tensor, window: int | None) -> Tensor:
         """Causal attention within each sequence, ``[N, H, d]``; a query sees ``window`` tokens, itself included.
