@@ -8,6 +8,7 @@ the result. No token sees another sequence.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -92,7 +93,9 @@ def flash(
 
     borders: Any = (cu_seqlens_B1, cu_seqlens_B1, longest, longest)
     left = -1 if window is None else window - 1
-    out: Tensor = varlen_attn(query_NHd, key_NGd, value_NGd, *borders, window_size=(left, 0), enable_gqa=True)  # type: ignore[assignment]
+    # torch from 2.12 on wants to be told that key heads are shared; the one before takes them without a word.
+    shared: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    out: Tensor = varlen_attn(query_NHd, key_NGd, value_NGd, *borders, window_size=(left, 0), **shared)  # type: ignore[assignment]
     return out
 
 

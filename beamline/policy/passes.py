@@ -4,6 +4,7 @@ Values are rounded where the module of transformers rounds them.
 """
 
 import math
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -20,10 +21,23 @@ def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return _norm(x, weight_D, eps)
 
 
-@fused("weight_D")
-def normed_sum(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float, add: int) -> Tensor:
-    """A norm and the ``add``-th residual sum, as ``depth_scaled_residual_add``."""
-    return _norm(x, weight_D, eps) * (1 / math.sqrt(add)) + residual * math.sqrt((add - 1) / add)
+@cache
+def residual_shares(add: int, device: torch.device) -> Tensor:
+    """What the ``add``-th residual sum takes of what is added and of what was there, as ``depth_scaled_residual_add``.
+
+    A tensor, because kernels are made for each value of a number.
+    """
+    return torch.tensor([1 / math.sqrt(add), math.sqrt((add - 1) / add)], device=device)
+
+
+@fused("weight_D", "shares_2")
+def normed_sum(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float, shares_2: Tensor) -> Tensor:
+    """``shares[0] * norm(x) + shares[1] * residual``."""
+    of_x, of_residual = (
+        each.float() * share for each, share in zip((_norm(x, weight_D, eps), residual), shares_2, strict=True)
+    )
+    added: Tensor = of_x.to(x.dtype) + of_residual.to(x.dtype)
+    return added
 
 
 @fused("q_weight_d", "k_weight_d")

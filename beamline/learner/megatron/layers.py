@@ -16,7 +16,7 @@ from transformers.models.beam.modeling_beam import BeamRMSNorm
 
 from beamline.learner.megatron.experts import Moe
 from beamline.learner.megatron.packed import Packed
-from beamline.policy.passes import gated, norm, normed_sum, swiglu
+from beamline.policy.passes import gated, norm, normed_sum, residual_shares, swiglu
 
 
 class Attention(nn.Module):
@@ -78,10 +78,11 @@ class Layer(nn.Module):
 
     def forward(self, h: Tensor, packed: Packed) -> Tensor:
         """Of this rank's rows ``[rows, 1, D]``."""
+        first, second = (residual_shares(add, h.device) for add in self._adds)
         x = self.self_attn(norm(h, self.input_layernorm.weight, self._eps), packed)
-        h = normed_sum(x, h, self.post_attention_layernorm.weight, self._eps, self._adds[0])
+        h = normed_sum(x, h, self.post_attention_layernorm.weight, self._eps, first)
         x = self.mlp(norm(h, self.pre_feedforward_layernorm.weight, self._eps))
-        return normed_sum(x, h, self.post_feedforward_layernorm.weight, self._eps, self._adds[1])
+        return normed_sum(x, h, self.post_feedforward_layernorm.weight, self._eps, second)
 
 
 def column(inputs: int, outputs: int, parallel: ModelParallelConfig) -> ColumnParallelLinear:

@@ -36,7 +36,7 @@ class Packed:
         lengths = [b - a for a, b in pairwise(borders_B1)]
         position_ids_1N = torch.cat([torch.arange(length) for length in lengths]).to(device)[None]
         rotary = BeamRotaryEmbedding(config).to(device)
-        cos, sin = rotary(torch.empty(0), position_ids_1N, "sliding_attention")
+        cos, sin = rotary(torch.empty(0, device=device), position_ids_1N, "sliding_attention")
         scale = compute_attention_scaling(position_ids_1N).reshape(-1)
         cu_seqlens = torch.tensor(borders_B1, dtype=torch.int32, device=device)
         return cls(borders_B1, cu_seqlens, max(lengths), cos[0], sin[0], scale)
