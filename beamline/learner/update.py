@@ -1,6 +1,6 @@
 """An update's part on one micro-batch: its tokens as tensors, and their loss."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from beamline.algorithms.loss import LossConfig
 from beamline.algorithms.losses import Tokens, token_losses
 from beamline.config.kl import KlLoss
 from beamline.learner.planning import Planned
+from beamline.policy.device import on_device
 from beamline.records import Batch, pack
 
 Floats = NDArray[np.float32]
@@ -44,7 +45,7 @@ class MicroBatch:
     def to(self, device: torch.device) -> "MicroBatch":
         """The same with its tensors on a device."""
         tensors = {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
-        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})  # type: ignore[arg-type]
+        return replace(self, **{name: on_device(tensor, device) for name, tensor in tensors.items()})  # type: ignore[arg-type]
 
 
 def micro_batch(planned: Sequence[Planned], loss: LossConfig) -> MicroBatch:
@@ -75,8 +76,13 @@ def micro_batch(planned: Sequence[Planned], loss: LossConfig) -> MicroBatch:
     )
 
 
-def loss_of(micro: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor, loss: LossConfig) -> tuple[Tensor, Learned]:
-    """The micro-batch's part of the loss, and its tokens as they were found."""
+def loss_of(
+    micro: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor, loss: LossConfig
+) -> tuple[Tensor, Callable[[], Learned]]:
+    """The micro-batch's part of the loss, and a function that gives its tokens as they were found.
+
+    To ask for them is to wait for a GPU, which would stand still if that were done between micro-batches.
+    """
     old = logprobs_T.detach() if micro.old_logprobs_T is None else micro.old_logprobs_T
     anchor = micro.sampler_logprobs_T if loss.algorithm.loss.anchor == "sampler" else old
     tokens = Tokens(logprobs_T, anchor, micro.advantages_T, micro.sequence_T, micro.selected_T)
@@ -86,14 +92,20 @@ def loss_of(micro: MicroBatch, logprobs_T: Tensor, entropy_T: Tensor, loss: Loss
         assert micro.reference_logprobs_T is not None
         kl_T = kl_losses(logprobs_T, anchor, micro.reference_logprobs_T, kl)
         loss_T = loss_T + kl.coefficient * kl_T
-    return (micro.weights_T * loss_T).sum(), Learned(
-        logprobs=_host(logprobs_T),
-        anchor_logprobs=_host(anchor),
-        entropy=_host(entropy_T),
-        clipped=losses.clipped_T.cpu().numpy(),
-        position=_positions(micro.planned),
-        reference_kl=None if kl_T is None else _host(kl_T),
-    )
+        kl_T = kl_T.detach()
+    logprobs_T, clipped_T = logprobs_T.detach(), losses.clipped_T  # no graph is held by what is asked for later
+
+    def learned() -> Learned:
+        return Learned(
+            logprobs=_host(logprobs_T),
+            anchor_logprobs=_host(anchor),
+            entropy=_host(entropy_T),
+            clipped=clipped_T.cpu().numpy(),
+            position=_positions(micro.planned),
+            reference_kl=None if kl_T is None else _host(kl_T),
+        )
+
+    return (micro.weights_T * loss_T).sum(), learned
 
 
 def guard_mismatch(loss: LossConfig, compared: Compared | None) -> None:

@@ -47,5 +47,14 @@ class _Linear(torch.autograd.Function):
         weight_grad = None
         if ctx.needs_input_grad[1]:
             weight_grad = grouped_outer(grad, rows, ends, len(weight_EOI))
-            weight_grad.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
+            _clear_empty(weight_grad, ends)
         return grouped_product(grad, weight_EOI, ends), weight_grad, None
+
+
+def _clear_empty(groups: Tensor, ends: Tensor) -> None:
+    if groups.is_cuda:
+        from beamline.policy.zeros import clear_empty  # Triton is where GPUs are
+
+        clear_empty(groups, ends)
+    else:
+        groups.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)

@@ -123,12 +123,18 @@ class _Mixed(torch.autograd.Function):
 
 @fused()
 def _gathered_sum(back_NK: Tensor, rows: Tensor) -> Tensor:
-    return rows[back_NK].sum(dim=1)
+    total = rows[back_NK[:, 0]].float()
+    for k in range(1, back_NK.shape[1]):  # written out, because kernels read a row at a time so, and sums over k do not
+        total = total + rows[back_NK[:, k]].float()
+    return total.to(rows.dtype)
 
 
 @fused()
 def _weighted_sum(weights_NK: Tensor, back_NK: Tensor, outer: Tensor) -> Tensor:
-    return (outer[back_NK] * weights_NK[..., None]).sum(dim=1).to(outer.dtype)
+    total = outer[back_NK[:, 0]] * weights_NK[:, :1]
+    for k in range(1, back_NK.shape[1]):
+        total = total + outer[back_NK[:, k]] * weights_NK[:, k, None]
+    return total.to(outer.dtype)
 
 
 @fused()

@@ -3,6 +3,7 @@
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, all_to_all_single
@@ -11,6 +12,7 @@ from transformers.models.beam.modeling_beam import BeamTopKRouter
 
 from beamline.policy.grouped import grouped_linear
 from beamline.policy.passes import gather, mixed, swiglu
+from beamline.policy.router import chosen_experts, chosen_weights
 
 
 class Experts(nn.Module):
@@ -36,9 +38,10 @@ class Experts(nn.Module):
         The order of the sum is that of the choice, whichever ranks the experts are on.
         """
         K, flat = chosen_NK.shape[1], chosen_NK.reshape(-1)
-        by_expert, order = flat.sort(stable=True)
+        by_expert, order = flat.short().sort(stable=True)  # of 16 bits, because a GPU sorts a byte at a time
         back = _inverse(order)
-        ends = torch.searchsorted(by_expert, torch.arange(self._all, device=flat.device), right=True)
+        numbers = torch.arange(self._all, dtype=torch.short, device=flat.device)
+        ends = torch.searchsorted(by_expert, numbers, right=True)
         sent = ends.diff(prepend=ends.new_zeros(1))
         outer = self._at_experts(gather(x_ND, order // K, back, K), sent)
         return mixed(outer, weights_NK, order, back)
@@ -75,7 +78,11 @@ class Moe(nn.Module):
     def forward(self, x_N1D: Tensor) -> Tensor:
         """Rows ``[N, 1, D]`` of this rank."""
         x_ND = x_N1D.squeeze(1)
-        _, weights_NK, chosen_NK = self.gate(x_ND)
+        gate = self.gate
+        logits_NE = F.linear(x_ND.float(), gate.weight)
+        bias_E = gate.e_score_correction_bias
+        chosen_NK = chosen_experts(logits_NE, bias_E, gate.num_group, gate.topk_group, gate.top_k)
+        weights_NK = chosen_weights(logits_NE, chosen_NK, gate.norm_topk_prob)
         out: Tensor = self.experts(x_ND, weights_NK, chosen_NK) * self._factor
         return out.unsqueeze(1)
 

@@ -52,9 +52,9 @@ class _Head(torch.autograd.Function):
         for rows in chunks(len(hidden_ND), chunk_rows):
             logits = float32_product(hidden_ND[rows], weight_VD.T)
             largest = _largest(logits, temperature_N1[rows], cap)
-            all_reduce(largest, ReduceOp.MAX, ranks)
+            _reduce(largest, ReduceOp.MAX, ranks)
             sums = _sums(logits, temperature_N1[rows], largest[:, None], own_N1[rows], cap)
-            all_reduce(sums, ReduceOp.SUM, ranks)
+            _reduce(sums, ReduceOp.SUM, ranks)
             log_sum = sums[0].log()
             chosen_N[rows] = sums[2] - log_sum
             entropy_N[rows] = log_sum - sums[1] / sums[0]
@@ -118,3 +118,8 @@ def _logits_grad(
 def _at(own_N1: Tensor, like_NV: Tensor) -> Tensor:
     """Where the target of each row stands, if it is one of this rank's."""
     return torch.arange(like_NV.shape[1], device=like_NV.device) == own_N1
+
+
+def _reduce(x: Tensor, how: Any, ranks: ProcessGroup) -> None:
+    if ranks.size() > 1:  # else NCCL would be started, and its kernels, for nothing
+        all_reduce(x, how, ranks)

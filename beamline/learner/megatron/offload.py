@@ -1,6 +1,9 @@
 """Giving device memory back, and taking it again with what it held."""
 
+import mmap
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +12,7 @@ from torch import Tensor
 class Offload:
     """Tensors that can leave their device for the host's memory and come back; views of them stay valid.
 
-    The host's memory (pinned, where there is a GPU) is taken at the first sleep and kept for the next ones.
+    The host's memory is taken at the first sleep and kept for the next ones.
 
     Args:
         kept: whose content is wanted again.
@@ -27,8 +30,7 @@ class Offload:
         if self._asleep:
             return
         if not self._host:
-            pinned = any(tensor.is_cuda for tensor in self._kept)
-            self._host = [torch.empty_like(tensor, device="cpu", pin_memory=pinned) for tensor in self._kept]
+            self._host = [_host_memory(tensor) for tensor in self._kept]
         for tensor, host in zip(self._kept, self._host, strict=True):
             host.copy_(tensor, non_blocking=True)
         if torch.cuda.is_available():
@@ -52,3 +54,23 @@ class Offload:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._asleep = False
+
+
+def _host_memory(tensor: Tensor) -> Tensor:
+    """Memory of the host for a tensor, pinned for one on a GPU.
+
+    torch's own would be of the next power of two, and pinned page by page as they first appear, by one thread: many
+    times slower than pages, huge ones where the system has them, that all threads have touched before.
+
+    Raises:
+        RuntimeError: it cannot be pinned.
+    """
+    if not tensor.is_cuda:
+        return torch.empty_like(tensor, device="cpu")
+    memory = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    host = torch.frombuffer(memory, dtype=torch.uint8).zero_()
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+    weakref.finalize(memory, runtime.cudaHostUnregister, host.data_ptr())
+    return host.view(tensor.dtype).view(tensor.shape)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
-from torch.distributed import all_reduce
+from torch.distributed import all_reduce, get_world_size
 
 from beamline.config.schema import OptimizerConfig
 from beamline.learner.megatron.flat import ALIGNED, Flat
@@ -105,7 +105,8 @@ class Optimizer:
             if not (part.flat.kind.shared and self._tensor.rank() != 0):  # the first tensor rank counts for all
                 for chunk in _chunks(part.flat.own_gradients):
                     squares += _squares(chunk)
-        all_reduce(squares)
+        if get_world_size() > 1:
+            all_reduce(squares)
         return math.sqrt(float(squares))
 
     def _update(self, part: _Part, scale: float) -> None:

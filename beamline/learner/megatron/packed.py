@@ -33,13 +33,15 @@ class Packed:
     @classmethod
     def of(cls, borders_B1: tuple[int, ...], config: BeamConfig, device: torch.device) -> "Packed":
         """Sequences with these borders; positions begin at 0 in each."""
-        lengths = [b - a for a, b in pairwise(borders_B1)]
-        position_ids_1N = torch.cat([torch.arange(length) for length in lengths]).to(device)[None]
+        cu_seqlens = torch.tensor(borders_B1, dtype=torch.int32, device=device)
+        rows, starts = borders_B1[-1], cu_seqlens[:-1]
+        starts = starts.repeat_interleave(cu_seqlens.diff(), output_size=rows)
+        position_ids_1N = (torch.arange(rows, device=device) - starts)[None]
         rotary = BeamRotaryEmbedding(config).to(device)
         cos, sin = rotary(torch.empty(0, device=device), position_ids_1N, "sliding_attention")
         scale = compute_attention_scaling(position_ids_1N).reshape(-1)
-        cu_seqlens = torch.tensor(borders_B1, dtype=torch.int32, device=device)
-        return cls(borders_B1, cu_seqlens, max(lengths), cos[0], sin[0], scale)
+        longest = max(b - a for a, b in pairwise(borders_B1))
+        return cls(borders_B1, cu_seqlens, longest, cos[0], sin[0], scale)
 
     @property
     def rows(self) -> int:

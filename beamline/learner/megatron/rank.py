@@ -25,13 +25,14 @@ from beamline.learner.megatron.packed import Packed
 from beamline.learner.planning import Planned, micro_batches
 from beamline.learner.update import loss_of, micro_batch
 from beamline.model.layout import TensorSlice
+from beamline.policy.device import on_device
 from beamline.policy.model import saved
 from beamline.policy.weights import raw
 from beamline.records import Batch, Experience, pack
 
 Floats = NDArray[np.float32]
-Score = Callable[[Tensor], tuple[Tensor, list[Any]]]
-"""From the last stage's hidden states: the loss, and what is to be known of it."""
+Score = Callable[[Tensor], tuple[Tensor, Callable[[], list[Any]]]]
+"""From the last stage's hidden states: the loss, and a function that gives what was found, once all is computed."""
 Step = tuple[Batch, Score]
 """A micro-batch and its score."""
 
@@ -84,10 +85,14 @@ class Rank:
             packed = pack([sequences[i] for i in share])
             mask_N = packed.loss_mask_N if chosen == "responses" else np.ones(packed.rows, dtype=bool)
 
-            def score(hidden: Tensor) -> tuple[Tensor, list[Any]]:
-                found = self._logprobs(packed, torch.from_numpy(mask_N.nonzero()[0]), hidden)
-                parts = (packed.by_sequence(mask_N, tensor.cpu().numpy()) for tensor in found)
-                return hidden.new_zeros(()), [Evaluated(*each) for each in zip(share, *parts, strict=True)]
+            def score(hidden: Tensor) -> tuple[Tensor, Callable[[], list[Any]]]:
+                tensors = self._logprobs(packed, torch.from_numpy(mask_N.nonzero()[0]), hidden)
+
+                def found() -> list[Any]:
+                    parts = (packed.by_sequence(mask_N, tensor.cpu().numpy()) for tensor in tensors)
+                    return [Evaluated(*each) for each in zip(share, *parts, strict=True)]
+
+                return hidden.new_zeros(()), found
 
             return packed, score
 
@@ -100,9 +105,10 @@ class Rank:
         def step(share: list[int]) -> Step:
             micro = micro_batch([planned[i] for i in share], loss).to(self._device)
 
-            def score(hidden: Tensor) -> tuple[Tensor, list[Any]]:
-                total, tokens = loss_of(micro, *self._logprobs(micro.batch, micro.rows_T, hidden), loss)
-                return total, [Trained(share, float(total.detach()), tokens)]
+            def score(hidden: Tensor) -> tuple[Tensor, Callable[[], list[Any]]]:
+                total, learned = loss_of(micro, *self._logprobs(micro.batch, micro.rows_T, hidden), loss)
+                value = total.detach()
+                return total, lambda: [Trained(share, float(value), learned())]
 
             return micro.batch, score
 
@@ -203,26 +209,26 @@ class Rank:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        return [each for result in results for each in result] if self._reports else []
+        return [each for found in results for each in found()] if self._reports else []
 
     def _filled(self, batch: Batch) -> tuple[Tensor, tuple[int, ...]]:
         """Token ids and borders, with a sequence behind that makes the rows a multiple of the tensor ranks."""
         missing = -batch.rows % self._mesh.tensor
-        ids = torch.from_numpy(np.append(batch.input_ids_N, np.arange(missing))).to(self._device)
+        ids = on_device(torch.from_numpy(np.append(batch.input_ids_N, np.arange(missing))), self._device)
         borders = batch.cu_seqlens_B1.tolist()
         return ids, tuple(borders + [borders[-1] + missing] * bool(missing))
 
     def _logprobs(self, batch: Batch, rows: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         arrays = batch.target_ids_N, batch.row_temperatures
-        target_N, temperature_N = (torch.from_numpy(array).to(self._device) for array in arrays)
-        return self.stage.logprobs(hidden, rows.to(self._device), target_N, temperature_N, self._chunk)
+        target_N, temperature_N = (on_device(torch.from_numpy(array), self._device) for array in arrays)
+        return self.stage.logprobs(hidden, on_device(rows, self._device), target_N, temperature_N, self._chunk)
 
     def _nothing(self) -> Step:
         """A micro-batch that nothing is learned from, for a rank that the others have to wait for at their experts."""
         ids = np.arange(self._mesh.tensor, dtype=np.int64)
         zeros = np.zeros(len(ids), dtype=np.float32)
         batch = Batch(ids, ids, ids, np.array([0, len(ids)]), zeros > 0, zeros, zeros, np.ones(1, np.float32), None)
-        return batch, lambda hidden: (hidden.sum() * 0, [])
+        return batch, lambda hidden: (hidden.sum() * 0, list)
 
 
 def _scored(score: Score, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:

@@ -1,6 +1,6 @@
 """The embedded learner: every weight or adapters, on packed sequences, by the kernels of the sampler or by torch."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -126,7 +126,7 @@ class TorchLearner:
         if not prepared.loss_tokens:
             return StepStats(0.0, None, lr, planned.counted_tokens, planned.kept_tokens, planned.compared, None)
         passes = [self._backward(micro, prepared.loss) for micro in prepared.micro_batches]
-        learned = joined([learned for _, learned in passes])
+        learned = joined([learned() for _, learned in passes])
         compared = planned.compared
         try:
             loss = float(torch.stack([loss for loss, _ in passes]).sum())
@@ -150,8 +150,8 @@ class TorchLearner:
         if verified:
             check_ratio(learned.logprobs, torch.cat(verified).numpy())
 
-    def _backward(self, micro: MicroBatch, loss: LossConfig) -> tuple[Tensor, Learned]:
-        """Add the micro-batch's gradient; returns its part of the loss, and its tokens as they were found."""
+    def _backward(self, micro: MicroBatch, loss: LossConfig) -> tuple[Tensor, Callable[[], Learned]]:
+        """Add the micro-batch's gradient; returns its part of the loss, and what :func:`loss_of` says of its tokens."""
         total, learned = loss_of(micro, *self._evaluate_update(micro, loss), loss)
         total.backward()
         return total.detach().double(), learned
