@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from beamline.policy.dropout import Dropout
-from beamline.policy.grouped import grouped_product
+from beamline.policy.grouped import grouped_linear
 from beamline.policy.lora import Adapter, Adapters
+from beamline.policy.passes import gather, inverse, mixed, swiglu
 
 EXPERTS = "beamline_grouped"
 """Our implementation of experts, by its name in transformers."""
@@ -136,20 +137,18 @@ def _experts(
     adapters: tuple[Adapter | None, ...] = (None, None),
 ) -> Tensor:
     """``sum_k weights[i, k] * expert(x[i])``, with the adapters of gate and up, and of down."""
-    (N, K), first, second = chosen_NK.shape, *adapters
+    K, (first, second) = chosen_NK.shape[1], adapters
     by_expert, order = torch.sort(chosen_NK.reshape(-1), stable=True)
+    back = inverse(order)
     numbers = torch.arange(experts.num_experts, device=order.device)
     ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
 
     def linear(rows: Tensor, weight: Tensor, adapter: Adapter | None) -> Tensor:
-        out = grouped_product(rows, weight.transpose(1, 2), ends)
+        out = grouped_linear(rows, weight, ends)
         return out if adapter is None else out + adapter.added(rows, ends, order, K)
 
-    inner = experts._apply_gate(linear(x_ND.index_select(0, order // K), experts.gate_up_proj, first))
-    outer = linear(inner, experts.down_proj, second) * weights_NK.reshape(-1)[order, None]
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    return outer.index_select(0, place).view(N, K, -1).sum(dim=1).to(x_ND.dtype)
+    inner = swiglu(linear(gather(x_ND, order // K, back, K), experts.gate_up_proj, first))
+    return mixed(linear(inner, experts.down_proj, second), weights_NK, order, back)
 
 
 ExpertsInterface.register(EXPERTS, _experts)

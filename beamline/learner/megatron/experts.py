@@ -10,7 +10,7 @@ from transformers import BeamConfig
 from transformers.models.beam.modeling_beam import BeamTopKRouter
 
 from beamline.policy.grouped import grouped_linear
-from beamline.policy.passes import gather, mixed, swiglu
+from beamline.policy.passes import gather, inverse, mixed, swiglu
 
 
 class Experts(nn.Module):
@@ -37,7 +37,7 @@ class Experts(nn.Module):
         """
         K, flat = chosen_NK.shape[1], chosen_NK.reshape(-1)
         by_expert, order = flat.sort(stable=True)
-        back = _inverse(order)
+        back = inverse(order)
         ends = torch.searchsorted(by_expert, torch.arange(self._all, device=flat.device), right=True)
         sent = ends.diff(prepend=ends.new_zeros(1))
         outer = self._at_experts(gather(x_ND, order // K, back, K), sent)
@@ -54,7 +54,7 @@ class Experts(nn.Module):
         rows = all_to_all(self._ranks, rows, in_splits, out_splits)
         numbers = torch.arange(self._own, device=rows.device).repeat(ranks)
         order = numbers.repeat_interleave(received, output_size=sum(in_splits)).argsort(stable=True)
-        back = _inverse(order)
+        back = inverse(order)
         outer = self._own_experts(gather(rows, order, back, 1), received.view(ranks, -1).sum(0))
         return cast(Tensor, all_to_all(self._ranks, gather(outer, back, order, 1), out_splits, in_splits))
 
@@ -78,9 +78,3 @@ class Moe(nn.Module):
         _, weights_NK, chosen_NK = self.gate(x_ND)
         out: Tensor = self.experts(x_ND, weights_NK, chosen_NK) * self._factor
         return out.unsqueeze(1)
-
-
-def _inverse(order: Tensor) -> Tensor:
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
-    return places
