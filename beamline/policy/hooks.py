@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
@@ -27,11 +25,11 @@ EXPERTS = "beamline_grouped"
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """Adapters and their dropout, and the experts ``[N, L, K]`` that rows go to; None where there is none."""
+    """Adapters and their dropout, and the experts ``[N, L, K]`` that rows go to, int64; None where there is none."""
 
     adapters: Adapters | None = None
     dropout: Dropout | None = None
-    routes_NLK: NDArray[np.unsignedinteger] | None = None
+    routes_NLK: Tensor | None = None
 
     def adapter(self, place: str, projection: str) -> Adapter | None:
         """The adapter of a linear layer."""
@@ -92,8 +90,7 @@ class _Layer:
     def _replay(self, router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...] | None:
         if self.brought.routes_NLK is None:
             return None
-        logits, routes_NK = output[0], self.brought.routes_NLK[:, self.moe_index].astype(np.int64)
-        chosen = torch.from_numpy(routes_NK).to(logits.device)
+        logits, chosen = output[0], self.brought.routes_NLK[:, self.moe_index]
         weights = logits.sigmoid().gather(1, chosen)
         if router.norm_topk_prob:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
