@@ -30,8 +30,10 @@ from transformers import BeamConfig
 
 from beamline.algorithms.loss import LossConfig
 from beamline.config.algorithm import AlgorithmConfig
+from beamline.config.policy import PolicyConfig
 from beamline.config.schema import LearnerConfig, OptimizerConfig
 from beamline.learner.learner import Learner
+from beamline.learner.torch import TorchLearner
 from beamline.policy import model
 from beamline.records import Experience, Key, Rollout, Turn
 from beamline.transfer.local import LocalChannel
@@ -39,6 +41,7 @@ from benchmarks.gpu_vllm import VOCABULARY, large_config, random_module
 from benchmarks.harness import Summary, machine, parser
 
 TOKENS, PROMPT = 8192, 64  # that a sequence is evaluated at, and those of its prompt
+MICRO_BATCH = 2 * TOKENS
 HEAD_ROWS = 8192
 TARGETS = {"megatron": 0.35, "torch": 0.28, "forward": 2.5, "asleep": 1e9}
 
@@ -125,6 +128,16 @@ def megatron(config: BeamConfig, folder: Path, settings: LearnerConfig) -> Itera
     distributed.destroy_process_group()
 
 
+@contextmanager
+def embedded(config: BeamConfig, folder: Path, settings: LearnerConfig) -> Iterator[Learner[Any]]:
+    """The torch learner."""
+    policy = PolicyConfig(parity=False, dtype="bfloat16", device="cuda", head_chunk_rows=HEAD_ROWS)
+    yield TorchLearner(model.load(folder, "bfloat16"), policy, settings, LocalChannel())
+
+
+LEARNERS = {"megatron": megatron, "torch": embedded}
+
+
 def of_learner(learner: Learner[Any], batches: Sequence[list[Experience]], active: int, bare: int) -> dict[str, Any]:
     """Updates, of which the first is not counted, the pass before them, and sleep."""
     algorithm = AlgorithmConfig.model_validate({"prompts_per_update": 16, "guard": {"mismatch": None}})
@@ -172,7 +185,7 @@ def of_module(config: BeamConfig, active: int, rounds: int) -> dict[str, Any]:
     return {"share_of_matrix_rate": 6 * active * ids.numel() / median(took) / rate, "matrix_operations_per_s": rate}
 
 
-SECTIONS = ("megatron", "module")
+SECTIONS = (*LEARNERS, "module")
 
 
 def main() -> None:
@@ -196,7 +209,7 @@ def main() -> None:
         model.save(module, Path(folder), "bfloat16")
         del module
         found["parameters"], found["active_parameters"] = whole, active
-        settings = LearnerConfig(micro_batch_tokens=TOKENS, optimizer=OptimizerConfig(lr=1e-6))
+        settings = LearnerConfig(micro_batch_tokens=MICRO_BATCH, optimizer=OptimizerConfig(lr=1e-6))
         numbers = count()
         batches = [sequences(options.sequences, next(numbers)) for _ in range(options.rounds + 1)]
         for name in options.only or SECTIONS:
@@ -207,7 +220,7 @@ def main() -> None:
                 found[name] = of_module(config, active, options.rounds)
             else:
                 bare = memory_in_use()
-                with megatron(config, Path(folder), settings) as learner:
+                with LEARNERS[name](config, Path(folder), settings) as learner:
                     found[name] = of_learner(learner, batches, active, bare)
                 del learner
             options.results.mkdir(parents=True, exist_ok=True)

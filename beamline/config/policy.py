@@ -44,9 +44,13 @@ class PolicyConfig(Section):
     """Of `learner.engine=torch`: evaluate the model with the kernels of the local sampler. Log-probabilities of the
     same weights then have the same bits in both engines, and the learner is faster. False = the operations of the
     Hugging Face module."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Of `learner.engine=torch`: where it trains. `cuda` is an NVIDIA GPU, without `parity`; evaluations and the
+    analysis of a mismatch compute on the CPU in either case."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the model's weights. With `learner.engine=torch`, `bfloat16` is for a model that is frozen under
-    adapters, without `parity`; adapters are float32 in either case. The Megatron learner has float32 weights beside."""
+    """Type of the model's weights. In `bfloat16` every weight that is trained has a float32 one beside it, which is
+    what is updated and saved; with `learner.engine=torch` it is without `parity`. Adapters are float32 in either
+    case."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     head_chunk_rows: Positive = 2048

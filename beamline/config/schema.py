@@ -359,10 +359,11 @@ class RunConfig(Section):
                 f"policy.lora.experts=none leaves out {', '.join(left_out)} of policy.lora.targets: use "
                 "policy.lora.experts=per_expert, or other targets"
             )
-        if policy.dtype == "bfloat16" and lora.rank == 0 and self.learner.engine == "torch":
-            yield "policy.dtype=bfloat16 is for a frozen model: small updates would be lost; set policy.lora.rank too"
-        if policy.dtype == "bfloat16" and policy.parity and self.learner.engine == "torch":
-            yield "policy.dtype=bfloat16 needs policy.parity=false: the kernels of parity compute in float32"
+        if self.learner.engine == "torch" and policy.parity:
+            if policy.dtype == "bfloat16":
+                yield "policy.dtype=bfloat16 needs policy.parity=false: the kernels of parity compute in float32"
+            if policy.device == "cuda":
+                yield "policy.device=cuda needs policy.parity=false: the kernels of parity are those of a CPU"
 
     def _about_sampling(self) -> Iterator[str]:
         """What cannot be sampled, or not be learned from."""
@@ -393,7 +394,7 @@ class RunConfig(Section):
             )
 
     def _about_learner(self) -> Iterator[str]:
-        """What the Megatron learner cannot do yet."""
+        """What the Megatron learner cannot do yet, or would not heed."""
         if self.learner.engine == "torch":
             return
         torch_alone = [
@@ -405,6 +406,11 @@ class RunConfig(Section):
         for asked, setting in torch_alone:
             if asked:
                 yield f"{setting} needs learner.engine=torch: the Megatron learner does not have it yet"
+        if self.policy.device != "cpu":
+            yield (
+                f"policy.device={self.policy.device} is for learner.engine=torch: leave it out, the Megatron learner "
+                "is on GPUs in any case"
+            )
 
     def _about_engine(self) -> Iterator[str]:
         """What vLLM cannot do, or would not heed. Its settings are not looked at while the local engine is chosen."""

@@ -43,8 +43,9 @@ class MicroBatch:
     verified_logprobs_T: Tensor | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same with its tensors on a device."""
+        """The same with its tensors on a device; ``rows_T`` stay, for who looks things up by them."""
         tensors = {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+        del tensors["rows_T"]
         return replace(self, **{name: on_device(tensor, device) for name, tensor in tensors.items()})  # type: ignore[arg-type]
 
 

@@ -1,13 +1,13 @@
 """Attention over sequences packed end to end, as an attention implementation of transformers.
 
-Sequences are cut into buckets of similar length. Inside a bucket each is aligned to the left, so the filling lies
-after its last token and the causal mask alone keeps every real query from seeing it; filled rows are dropped from
-the result. No token sees another sequence.
+In 16 bits on a GPU torch's flash attention takes them as they lie. Elsewhere they are cut into buckets of similar
+length. Inside a bucket each is aligned to the left, so the filling lies after its last token and the causal mask alone
+keeps every real query from seeing it; filled rows are dropped from the result. No token sees another sequence.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from inspect import signature
 from itertools import pairwise
 from typing import Any
@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
+
+from beamline.policy.passes import inverse
 
 NAME = "beamline_packed"
 _FILL_LIMIT = (
@@ -31,18 +33,35 @@ class _Bucket:
     length: int  # T
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Packing:
-    """Where the sequences of a packed batch lie; made once a batch, used by every layer."""
+    """Where the sequences of a packed batch lie; made once a batch, used by every layer.
+
+    What a way of computing attention needs of it is made when the first layer asks, on ``device``.
+    """
 
     borders: tuple[int, ...]  # [B + 1] of the sequences in the packed rows
-    buckets: tuple[_Bucket, ...]
-    inverse: Tensor  # [N] place of each packed row in the buckets' concatenated results
+    device: torch.device
 
     @classmethod
-    def of(cls, cu_seqlens: Sequence[int]) -> "Packing":
-        """Plan the buckets of sequences with these borders in the packed rows, ``[B + 1]``."""
-        spans = list(pairwise(cu_seqlens))
+    def of(cls, cu_seqlens: Sequence[int], device: torch.device | None = None) -> "Packing":
+        """Sequences with these borders in the packed rows, ``[B + 1]``, on the CPU if nothing else is said."""
+        return cls(tuple(cu_seqlens), device or torch.device("cpu"))
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest sequence."""
+        return max(b - a for a, b in pairwise(self.borders))
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """The borders ``[B + 1]`` as :func:`flash` takes them: int32."""
+        return torch.tensor(self.borders, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def buckets(self) -> tuple[_Bucket, ...]:
+        """Sequences of similar length, the longest first."""
+        spans = list(pairwise(self.borders))
         spans.sort(key=lambda span: span[0] - span[1])
         buckets: list[list[tuple[int, int]]] = []
         for span in spans:
@@ -51,14 +70,15 @@ class Packing:
                 buckets[-1].append(span)
             else:
                 buckets.append([span])
-        made = tuple(_bucket(bucket) for bucket in buckets)
-        order = torch.cat([bucket.rows for bucket in made])
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order))
-        return cls(tuple(cu_seqlens), made, inverse)
+        return tuple(_bucket(bucket, self.device) for bucket in buckets)
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """Place ``[N]`` of each packed row in the buckets' concatenated results."""
+        return inverse(torch.cat([bucket.rows for bucket in self.buckets]))
 
 
-def _bucket(spans: Sequence[tuple[int, int]]) -> _Bucket:
+def _bucket(spans: Sequence[tuple[int, int]], device: torch.device) -> _Bucket:
     start = torch.tensor([a for a, _ in spans])
     length = torch.tensor([b - a for a, b in spans])
     longest = int(length[0])
@@ -66,13 +86,14 @@ def _bucket(spans: Sequence[tuple[int, int]]) -> _Bucket:
     real = offset < length[:, None]
     gather = torch.where(real, start[:, None] + offset, start[:, None]).reshape(-1)
     keep = real.reshape(-1).nonzero().squeeze(1)
-    return _Bucket(gather, keep, gather[keep], longest)
+    return _Bucket(gather.to(device), keep.to(device), gather[keep].to(device), longest)
 
 
 @lru_cache(maxsize=64)
-def window_mask(length: int, window: int) -> Tensor:
+def window_mask(length: int, window: int, device: torch.device | None = None) -> Tensor:
     """Causal mask ``[length, length]`` in which a query sees itself and ``window - 1`` tokens before it."""
-    distance = torch.arange(length)[:, None] - torch.arange(length)
+    places = torch.arange(length, device=device)
+    distance = places[:, None] - places
     return (distance >= 0) & (distance < window)
 
 
@@ -82,20 +103,27 @@ def flash_takes(query: Tensor) -> bool:
 
 
 def flash(
-    query_NHd: Tensor, key_NGd: Tensor, value_NGd: Tensor, cu_seqlens_B1: Tensor, longest: int, window: int | None
+    query_NHd: Tensor,
+    key_NGd: Tensor,
+    value_NGd: Tensor,
+    cu_seqlens_B1: Tensor,
+    longest: int,
+    window: int | None,
+    scale: float | None = None,
 ) -> Tensor:
-    """Causal attention within each sequence, ``[N, H, d]``, by torch's flash attention; scaled by ``d ** -0.5``.
+    """Causal attention within each sequence, ``[N, H, d]``, by torch's flash attention.
 
     ``cu_seqlens_B1`` are the borders of the sequences, int32 on the device. A query sees ``window`` tokens, itself
-    included.
+    included. Products are scaled by ``scale``, or by ``d ** -0.5``.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     borders: Any = (cu_seqlens_B1, cu_seqlens_B1, longest, longest)
-    left = -1 if window is None else window - 1
     # torch from 2.12 on wants to be told that key heads are shared; the one before takes them without a word.
     shared: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-    out: Tensor = varlen_attn(query_NHd, key_NGd, value_NGd, *borders, window_size=(left, 0), **shared)  # type: ignore[assignment]
+    window_size = (-1 if window is None else window - 1, 0)
+    attend: Any = varlen_attn
+    out: Tensor = attend(query_NHd, key_NGd, value_NGd, *borders, scale=scale, window_size=window_size, **shared)
     return out
 
 
@@ -113,12 +141,17 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention of ``query [1, H, N, d]`` over ``key``, ``value [1, KV, N, d]``; returns ``[1, N, H, d]``.
 
+    By :func:`flash` where it takes them; else in buckets.
+
     Raises:
         RuntimeError: adapters and routes came as far as here, where nobody takes them.
     """
     if "brought" in others:
         raise RuntimeError("no hook took what the pass brought: beamline.policy.model.build makes modules with hooks")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if flash_takes(query):
+        out = flash(q, k, v, packing.cu_seqlens, packing.longest, sliding_window, scaling)
+        return out.unsqueeze(0), None
     heads, kv_heads = q.shape[1], k.shape[1]
     results = []
     for bucket in packing.buckets:
@@ -127,7 +160,7 @@ def packed_attention(
         if kv_heads != heads:
             kb, vb = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (kb, vb))
         windowed = sliding_window is not None and sliding_window < T
-        mask = window_mask(T, sliding_window) if windowed and sliding_window is not None else None
+        mask = window_mask(T, sliding_window, q.device) if windowed and sliding_window is not None else None
         out = F.scaled_dot_product_attention(qb, kb, vb, attn_mask=mask, is_causal=mask is None, scale=scaling)
         results.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.keep))
     return torch.cat(results).index_select(0, packing.inverse).unsqueeze(0), None

@@ -7,8 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def grouped_linear(rows: Tensor, weight_EOI: Tensor, ends: Tensor) -> Tensor:
-    """``rows[p] @ weight[e]^T`` for ``ends[e - 1] <= p < ends[e]``, with a gradient. There may be no rows at all."""
+def grouped_linear(rows: Tensor, weight_EOI: Tensor, ends: Tensor | None) -> Tensor:
+    """``rows[p] @ weight[e]^T`` for ``ends[e - 1] <= p < ends[e]``, with a gradient; of all rows with a single weight.
+
+    There may be no rows at all.
+    """
+    if len(weight_EOI) == 1:
+        return rows @ weight_EOI[0].T
     return cast(Tensor, cast(Any, _Linear).apply(rows, weight_EOI, ends))
 
 

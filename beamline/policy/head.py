@@ -35,8 +35,8 @@ def head_logprobs(
 
     Logits come from the given precision with float32 output, are never rounded, then soft-capped, then divided by
     the temperature. Each row is normalized over the tokens of its entry of ``support``; a row whose entry is empty, and
-    every row without a support, over the vocabulary. Each chunk is recomputed in the backward pass. The entropy carries
-    no gradient.
+    every row without a support, over the vocabulary. Each chunk is recomputed in the backward pass, where the gradient
+    of the logits is rounded to the type of the weights, for the products that follow. The entropy carries no gradient.
 
     Raises:
         ValueError: the support is that of other rows.
@@ -87,7 +87,7 @@ class _Head(torch.autograd.Function):
         ctx.cap, ctx.chunk_rows, ctx.support = cap, chunk_rows, support
         logprob_N, entropy_N = (hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32) for _ in range(2))
         for rows in chunks(len(hidden_ND), chunk_rows):
-            logits = soft_cap(hidden_ND[rows].float() @ weight_VD.float().T, cap) / temperature_N[rows, None]
+            logits = soft_cap(float32_product(hidden_ND[rows], weight_VD.T), cap) / temperature_N[rows, None]
             logprobs = torch.log_softmax(_restricted(logits, support, rows), dim=-1)
             logprob_N[rows] = logprobs.gather(1, target_N[rows, None]).squeeze(1)
             entropy_N[rows] = -(logprobs.exp() * logprobs).sum(-1)
@@ -101,17 +101,17 @@ class _Head(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             weight_grad = torch.zeros_like(weight_VD, dtype=torch.float32)
         for rows in chunks(len(hidden_ND), ctx.chunk_rows):
-            hidden, weight = hidden_ND[rows].float(), weight_VD.float()
-            capped = soft_cap(hidden @ weight.T, ctx.cap)
+            capped = soft_cap(float32_product(hidden_ND[rows], weight_VD.T), ctx.cap)
             scale = (grad_N[rows] / temperature_N[rows])[:, None]
             logits = _restricted(capped / temperature_N[rows, None], ctx.support, rows)
             grad = torch.softmax(logits, dim=-1).mul_(-scale)
             grad.scatter_add_(1, target_N[rows, None], scale)
             if ctx.cap is not None:
                 grad.mul_(1 - (capped / ctx.cap).square_())
-            hidden_grad[rows] = grad @ weight
+            grad = grad.to(weight_VD.dtype)
+            hidden_grad[rows] = float32_product(grad, weight_VD).to(hidden_grad.dtype)
             if weight_grad is not None:
-                weight_grad += grad.T @ hidden
+                weight_grad += float32_product(grad.T, hidden_ND[rows])
         weight_grad = None if weight_grad is None else weight_grad.to(weight_VD.dtype)
         return hidden_grad, weight_grad, None, None, None, None, None
 

@@ -10,15 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from beamline.policy.dropout import Dropout
-from beamline.policy.grouped import grouped_product
+from beamline.policy.grouped import grouped_linear
 from beamline.policy.lora import Adapter, Adapters
+from beamline.policy.passes import gather, mixed, swiglu
+from beamline.policy.router import sorted_by_expert
 
 EXPERTS = "beamline_grouped"
 """Our implementation of experts, by its name in transformers."""
@@ -26,11 +25,11 @@ EXPERTS = "beamline_grouped"
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """Adapters and their dropout, and the experts ``[N, L, K]`` that rows go to; None where there is none."""
+    """Adapters and their dropout, and the experts ``[N, L, K]`` that rows go to, int64; None where there is none."""
 
     adapters: Adapters | None = None
     dropout: Dropout | None = None
-    routes_NLK: NDArray[np.unsignedinteger] | None = None
+    routes_NLK: Tensor | None = None
 
     def adapter(self, place: str, projection: str) -> Adapter | None:
         """The adapter of a linear layer."""
@@ -91,8 +90,7 @@ class _Layer:
     def _replay(self, router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...] | None:
         if self.brought.routes_NLK is None:
             return None
-        logits, routes_NK = output[0], self.brought.routes_NLK[:, self.moe_index].astype(np.int64)
-        chosen = torch.from_numpy(routes_NK).to(logits.device)
+        logits, chosen = output[0], self.brought.routes_NLK[:, self.moe_index]
         weights = logits.sigmoid().gather(1, chosen)
         if router.norm_topk_prob:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
@@ -136,20 +134,15 @@ def _experts(
     adapters: tuple[Adapter | None, ...] = (None, None),
 ) -> Tensor:
     """``sum_k weights[i, k] * expert(x[i])``, with the adapters of gate and up, and of down."""
-    (N, K), first, second = chosen_NK.shape, *adapters
-    by_expert, order = torch.sort(chosen_NK.reshape(-1), stable=True)
-    numbers = torch.arange(experts.num_experts, device=order.device)
-    ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
+    K, (first, second) = chosen_NK.shape[1], adapters
+    order, back, ends = sorted_by_expert(chosen_NK, experts.num_experts)
 
     def linear(rows: Tensor, weight: Tensor, adapter: Adapter | None) -> Tensor:
-        out = grouped_product(rows, weight.transpose(1, 2), ends)
+        out = grouped_linear(rows, weight, ends)
         return out if adapter is None else out + adapter.added(rows, ends, order, K)
 
-    inner = experts._apply_gate(linear(x_ND.index_select(0, order // K), experts.gate_up_proj, first))
-    outer = linear(inner, experts.down_proj, second) * weights_NK.reshape(-1)[order, None]
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    return outer.index_select(0, place).view(N, K, -1).sum(dim=1).to(x_ND.dtype)
+    inner = swiglu(linear(gather(x_ND, order // K, back, K), experts.gate_up_proj, first))
+    return mixed(linear(inner, experts.down_proj, second), weights_NK, order, back)
 
 
 ExpertsInterface.register(EXPERTS, _experts)

@@ -12,7 +12,7 @@ from beamline.config.policy import LoraConfig
 from beamline.model.beam import BeamShape, ModelError
 from beamline.model.lora import LoraShape, Site, sites
 from beamline.policy.dropout import Dropout
-from beamline.policy.grouped import grouped_product
+from beamline.policy.grouped import grouped_linear
 from beamline.records.random import stream
 
 Init = Literal["kaiming", "gaussian"]
@@ -41,8 +41,8 @@ class Adapter:
         if self.dropout is not None:
             factors = self.dropout.factors(self.site.name, rows.shape[1], choices).to(rows)
             rows = rows * (factors if order is None else factors[order])
-        a, b = (matrices.to(rows.dtype).transpose(1, 2) for matrices in (self.a, self.b))
-        return grouped_product(grouped_product(rows, a, ends) * self.scale, b, ends)
+        a, b = (matrices.to(rows.dtype) for matrices in (self.a, self.b))
+        return grouped_linear(grouped_linear(rows, a, ends) * self.scale, b, ends)
 
 
 class Adapters(nn.Module):

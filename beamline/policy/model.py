@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
@@ -24,7 +24,7 @@ from beamline.policy.dropout import Dropout
 from beamline.policy.hooks import Brought
 from beamline.policy.lora import Adapters
 from beamline.policy.weights import module_layout, named_tensors
-from beamline.transfer.dtypes import DTYPE_NAMES, TORCH_DTYPES
+from beamline.transfer.dtypes import TORCH_DTYPES
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -101,17 +101,18 @@ def _stored(path: Path) -> Iterator[tuple[str, tuple[str, list[int], memoryview]
         raise ModelError(f"{path} is corrupt: {error}; copy the model again") from error
 
 
-def restore(module: nn.Module, reader: ShardReader) -> None:
-    """Fill a model, or its adapters, with the weights of a checkpoint, whatever layout saved it.
+def restore(tensors: Mapping[str, Tensor], reader: ShardReader) -> None:
+    """Fill tensors, given by name, with the weights of a checkpoint, whatever layout saved it.
+
+    A checkpoint holds float32; what is of another type gets them rounded.
 
     Raises:
         CheckpointError: the checkpoint is of other tensors: of every weight or of adapters, or of other adapters; one
             is misshapen, of another type or not finite.
     """
-    wanted = named_tensors(module)
-    check_saved(reader, wanted.keys())
-    for name, tensor in wanted.items():
-        tensor.copy_(saved(reader, TensorSlice.whole(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))))
+    check_saved(reader, tensors.keys())
+    for name, tensor in tensors.items():
+        tensor.copy_(saved(reader, TensorSlice.whole(name, "float32", tuple(tensor.shape))))
 
 
 def check_saved(reader: ShardReader, wanted: Collection[str]) -> None:
@@ -218,6 +219,7 @@ def hidden_states(
     Raises:
         RuntimeError: the module did not use them: it was not made by :func:`build`, or transformers has changed.
     """
+    routes = None if routes_NLK is None else torch.from_numpy(routes_NLK.astype(np.int64)).to(input_ids_N.device)
     output = cast(Any, module).model(
         input_ids=input_ids_N[None],
         position_ids=position_ids_N[None],
@@ -225,7 +227,7 @@ def hidden_states(
         attention_mask={"full_attention": None, "sliding_attention": None},
         use_cache=False,
         packing=packing,
-        brought=Brought(adapters, dropout, routes_NLK),
+        brought=Brought(adapters, dropout, routes),
     )
     return cast(Tensor, output.last_hidden_state.squeeze(0))
 

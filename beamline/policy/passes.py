@@ -78,6 +78,13 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
 
 
+def inverse(order: Tensor) -> Tensor:
+    """The place of each row in an order of all of them."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return places
+
+
 def gather(x: Tensor, index: Tensor, back: Tensor, copies: int) -> Tensor:
     """Row ``index[j]`` of x for each j. Each row is taken ``copies`` times; ``back`` says where each copy went.
 

@@ -1,5 +1,6 @@
 """Same seed, same bytes: what must be equal for that, and switching it on."""
 
+import os
 import platform
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch.utils.deterministic as torch_deterministic
 
 def make_deterministic(threads: int) -> None:
     """Fix the thread count and forbid algorithms whose result depends on timing."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which torch refuses products on a GPU
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     # Filling new memory with NaN only helps to find reads of what was never written, and costs a tenth of an update.

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 from transformers import BeamConfig
 
 from beamline.chat import BeamChat
+from beamline.config import ConfigError, Problem
 from beamline.config.schema import RunConfig
 from beamline.learner.learner import Learner
 from beamline.learner.torch import TorchLearner
@@ -196,7 +198,7 @@ def load_models(config: RunConfig, begins: bool = True) -> Models:
     """Load what a run computes with. One that does not begin has its learner load a checkpoint later.
 
     Raises:
-        ConfigError: an engine that the run asks for is not installed.
+        ConfigError: an engine that the run asks for is not installed, or there is no GPU for it.
         ModelError: the model folder cannot be used.
     """
     require_engine(config)
@@ -204,6 +206,7 @@ def load_models(config: RunConfig, begins: bool = True) -> Models:
         require_megatron()
         check_megatron(config, check_model(config))
         return Models(None, None, None)
+    require_device(config)
     module, adapters = load_module(config), load_adapters(config, begins)
     needs_copy = config.algorithm.kl.place != "none" and adapters is None
     return Models(module, adapters, load_module(config) if needs_copy else None)
@@ -276,6 +279,17 @@ def require_engine(config: RunConfig) -> None:
     """
     if config.rollout.engine == "vllm":
         require_vllm()
+
+
+def require_device(config: RunConfig) -> None:
+    """Make sure that the device where the torch learner is to train is here.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if config.policy.device == "cuda" and not torch.cuda.is_available():
+        reason = "torch finds no NVIDIA GPU here: use cpu"
+        raise ConfigError([Problem(reason, "policy.device", "cuda")])
 
 
 def _sampler(config: RunConfig, channel: LocalChannel, logs: Path | None) -> Sampler:

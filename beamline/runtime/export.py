@@ -124,7 +124,7 @@ def saved_adapters(config: RunConfig, checkpoint: Checkpoint) -> Adapters | None
         return None
     check_base(config, run_state(checkpoint).base, checkpoint.path)
     adapters = Adapters(check_model(config), lora, config.policy.lora.init, config.seed)
-    model.restore(adapters, checkpoint.reader)
+    model.restore(named_tensors(adapters), checkpoint.reader)
     return adapters
 
 

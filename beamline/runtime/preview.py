@@ -4,7 +4,7 @@ import json
 from math import prod
 
 from beamline.checkpoint import CheckpointStore
-from beamline.config import differences
+from beamline.config import ConfigError, differences
 from beamline.config.algorithm import AlgorithmConfig, DynamicSampling, OverSampling
 from beamline.config.rollout import RolloutConfig
 from beamline.config.schema import RunConfig
@@ -13,7 +13,15 @@ from beamline.model.beam import BeamShape, tensors
 from beamline.model.lora import adapter_tensors, sites
 from beamline.policy.lora import lora_shape
 from beamline.runtime.data import Data, left_out, load_data
-from beamline.runtime.engines import base_fingerprint, check_model, load_adapters, load_chat, load_module, positions
+from beamline.runtime.engines import (
+    base_fingerprint,
+    check_model,
+    load_adapters,
+    load_chat,
+    load_module,
+    positions,
+    require_device,
+)
 from beamline.runtime.megatron import check_megatron
 from beamline.runtime.resume import resume_from
 from beamline.runtime.session import open_from
@@ -66,9 +74,12 @@ def _at_a_time(rollout: RolloutConfig) -> str:
 
 def _needs_lines(config: RunConfig) -> list[str]:
     """What the run itself would lack on this machine."""
-    if config.rollout.engine == "vllm" and (reason := lacking()):
-        return [f"needs       {reason}"]
-    return []
+    reasons = [lacking()] if config.rollout.engine == "vllm" else []
+    try:
+        require_device(config)
+    except ConfigError as error:
+        reasons.append(str(error))
+    return [f"needs       {reason}" for reason in reasons if reason]
 
 
 def _trained_line(config: RunConfig, shape: BeamShape) -> str:

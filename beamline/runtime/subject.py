@@ -18,6 +18,7 @@ from beamline.config.schema import RunConfig
 from beamline.model.beam import ModelError
 from beamline.policy import model, peft
 from beamline.policy.lora import Adapters, lora_shape
+from beamline.policy.weights import named_tensors
 from beamline.runtime.determinism import make_deterministic
 from beamline.runtime.engines import check_model, load_adapters, load_module, model_folder
 from beamline.runtime.export import find_checkpoint, saved_adapters, saved_config
@@ -72,7 +73,7 @@ class Subject:
         opened = open_checkpoint(checkpoint)
         adapters = saved_adapters(self.config, opened)
         if adapters is None:
-            model.restore(module, opened.reader)
+            model.restore(named_tensors(module), opened.reader)
         return Weights(module, adapters)
 
 

@@ -54,32 +54,6 @@ def test_what_a_rank_raises_is_raised_on_the_first_and_they_go_on() -> None:
     assert after == [0, 1]
 
 
-def gradients() -> tuple[Any, ...]:
-    """Of two experts and the rows, where the second has none; of no rows at all; and what torch finds for the first."""
-    from beamline.learner.megatron.experts import _linear
-
-    weight = torch.randn(2, 8, 4, requires_grad=True)
-    found = []
-    for counts in ([3, 0], [0, 0]):
-        rows = torch.randn(sum(counts), 4, requires_grad=True)
-        out = _linear(rows, weight, torch.tensor(counts), torch.tensor(counts).cumsum(0, dtype=torch.int32))
-        (out * torch.arange(out.numel()).view_as(out)).sum().backward()
-        assert weight.grad is not None
-        expected = torch.arange(out.numel(), dtype=torch.float32).view_as(out).T @ rows.detach()
-        found += [weight.grad.clone(), expected, rows.grad]
-        weight.grad = None
-    return tuple(found)
-
-
-def test_an_expert_without_rows_has_the_gradient_0() -> None:
-    some, expected, rows, none, _, no_rows = on_ranks(1, gradients)[0]
-    torch.testing.assert_close(some[0], expected)
-    assert not some[1].any()
-    assert rows.any()
-    assert not none.any()
-    assert no_rows.shape == (0, 4)
-
-
 def with_more(learner: Learner[Any], folder: Path) -> str:
     """Load what another model has saved, which has a layer more."""
     from beamline.policy.weights import module_layout, named_tensors, raw

@@ -11,8 +11,8 @@ from transformers import BeamConfig
 from transformers.models.beam.modeling_beam import BeamTopKRouter
 
 from beamline.policy.grouped import grouped_linear
-from beamline.policy.passes import gather, mixed, swiglu
-from beamline.policy.router import chosen_experts, chosen_weights
+from beamline.policy.passes import gather, inverse, mixed, swiglu
+from beamline.policy.router import chosen_experts, chosen_weights, sorted_by_expert
 
 
 class Experts(nn.Module):
@@ -37,13 +37,9 @@ class Experts(nn.Module):
 
         The order of the sum is that of the choice, whichever ranks the experts are on.
         """
-        K, flat = chosen_NK.shape[1], chosen_NK.reshape(-1)
-        by_expert, order = flat.short().sort(stable=True)  # of 16 bits, because a GPU sorts a byte at a time
-        back = _inverse(order)
-        numbers = torch.arange(self._all, dtype=torch.short, device=flat.device)
-        ends = torch.searchsorted(by_expert, numbers, right=True)
+        order, back, ends = sorted_by_expert(chosen_NK, self._all)
         sent = ends.diff(prepend=ends.new_zeros(1))
-        outer = self._at_experts(gather(x_ND, order // K, back, K), sent)
+        outer = self._at_experts(gather(x_ND, order // chosen_NK.shape[1], back, chosen_NK.shape[1]), sent)
         return mixed(outer, weights_NK, order, back)
 
     def _at_experts(self, rows: Tensor, sent: Tensor) -> Tensor:
@@ -57,7 +53,7 @@ class Experts(nn.Module):
         rows = all_to_all(self._ranks, rows, in_splits, out_splits)
         numbers = torch.arange(self._own, device=rows.device).repeat(ranks)
         order = numbers.repeat_interleave(received, output_size=sum(in_splits)).argsort(stable=True)
-        back = _inverse(order)
+        back = inverse(order)
         outer = self._own_experts(gather(rows, order, back, 1), received.view(ranks, -1).sum(0))
         return cast(Tensor, all_to_all(self._ranks, gather(outer, back, order, 1), out_splits, in_splits))
 
@@ -85,9 +81,3 @@ class Moe(nn.Module):
         weights_NK = chosen_weights(logits_NE, chosen_NK, gate.norm_topk_prob)
         out: Tensor = self.experts(x_ND, weights_NK, chosen_NK) * self._factor
         return out.unsqueeze(1)
-
-
-def _inverse(order: Tensor) -> Tensor:
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
-    return places

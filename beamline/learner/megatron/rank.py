@@ -19,9 +19,9 @@ from beamline.checkpoint.shards import Group, ShardReader, ShardWriter
 from beamline.config.schema import LearnerConfig
 from beamline.learner.megatron.mesh import Mesh
 from beamline.learner.megatron.model import Stage
-from beamline.learner.megatron.offload import Offload
 from beamline.learner.megatron.optimizer import MOMENTS, Optimizer
 from beamline.learner.megatron.packed import Packed
+from beamline.learner.offload import Offload
 from beamline.learner.planning import Planned, micro_batches
 from beamline.learner.update import loss_of, micro_batch
 from beamline.model.layout import TensorSlice

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from beamline.config.policy import PolicyConfig
 from beamline.learner.planning import micro_batches
 from beamline.policy import attention, head, model, parity
+from beamline.policy.device import on_device
 from beamline.policy.dropout import Dropout
 from beamline.policy.lora import Adapters
 from beamline.policy.weights import named_tensors
@@ -27,7 +28,7 @@ def every_row(packed: Batch) -> NDArray[np.bool_]:
 
 
 class Evaluation:
-    """How a model is evaluated, with the module and adapters as they are at the time.
+    """How a model is evaluated, with the module and adapters as they are at the time, on the device where they are.
 
     Args:
         module: a Beam module from :func:`beamline.policy.model.load`.
@@ -56,27 +57,32 @@ class Evaluation:
         self._score = parity.head_logprobs if policy.parity else head.head_logprobs
 
     def __call__(self, batch: Batch, rows: Tensor, dropout: Dropout | None = None) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the given rows, with gradients.
+        """Log-probabilities and entropies of the given rows, with gradients, on the model's device.
 
         Raises:
             ValueError: routes are to be replayed, and the batch does not have those of this model.
         """
-        packing = attention.Packing.of(batch.cu_seqlens_B1.tolist())
-        input_ids_N, position_ids_N = torch.from_numpy(batch.input_ids_N), torch.from_numpy(batch.position_ids_N)
+        typed = cast(Any, self._module)
+        weight = typed.lm_head.weight
+        packing = attention.Packing.of(batch.cu_seqlens_B1.tolist(), weight.device)
         routes_NLK = self._replayed(batch) if self._policy.r3 else None
+        support = batch.support_of(rows.numpy())
+        arrays = batch.input_ids_N, batch.position_ids_N, batch.target_ids_N, batch.row_temperatures
+        input_ids_N, position_ids_N, target_ids_N, temperature_N = (
+            on_device(torch.from_numpy(array), weight.device) for array in arrays
+        )
+        rows = on_device(rows, weight.device)
         hidden_ND = self._hidden_states(
             self._module, input_ids_N, position_ids_N, packing, self._adapters, routes_NLK, dropout
         )
-        temperature_N = torch.from_numpy(batch.row_temperatures)
-        typed = cast(Any, self._module)
         return self._score(
             hidden_ND[rows],
-            typed.lm_head.weight,
-            torch.from_numpy(batch.target_ids_N)[rows],
+            weight,
+            target_ids_N[rows],
             temperature_N[rows],
             typed.config.final_logit_softcapping,
             self._policy.head_chunk_rows,
-            batch.support_of(rows.numpy()),
+            support,
         )
 
     @torch.no_grad()
@@ -89,11 +95,13 @@ class Evaluation:
         """
         logprobs: list[Any] = [None] * len(sequences)
         entropies: list[Any] = [None] * len(sequences)
+        passes = []
         for cut in micro_batches([sequence.rows for sequence in sequences], limit):
             packed = pack([sequences[i] for i in cut])
             mask_N = chosen(packed)
-            found = self(packed, torch.from_numpy(mask_N.nonzero()[0]))
-            parts = (packed.by_sequence(mask_N, tensor.numpy()) for tensor in found)
+            passes.append((cut, packed, mask_N, self(packed, torch.from_numpy(mask_N.nonzero()[0]))))
+        for cut, packed, mask_N, found in passes:  # afterwards, so that a GPU need not wait in between
+            parts = (packed.by_sequence(mask_N, tensor.cpu().numpy()) for tensor in found)
             for i, of_logprobs, of_entropies in zip(cut, *parts, strict=True):
                 logprobs[i], entropies[i] = of_logprobs, of_entropies
         return logprobs, entropies

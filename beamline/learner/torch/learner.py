@@ -1,4 +1,7 @@
-"""The embedded learner: every weight or adapters, on packed sequences, by the kernels of the sampler or by torch."""
+"""The embedded learner: every weight or adapters, on packed sequences, by the kernels of the sampler or by torch.
+
+On a CPU, or on one GPU.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +20,7 @@ from beamline.config.kl import KlLoss
 from beamline.config.policy import PolicyConfig
 from beamline.config.schema import LearnerConfig
 from beamline.learner.learner import Outputs, StepStats, Weights
+from beamline.learner.offload import Offload
 from beamline.learner.planning import Plan, evaluated, micro_batches, needs_old, plan
 from beamline.learner.torch.evaluation import Chosen, Evaluation, every_row
 from beamline.learner.torch.optimizer import Optimizer
@@ -52,8 +56,9 @@ class TorchLearner:
     """Trains a module in this process: every parameter, or adapters beside a module that stays as it is.
 
     Args:
-        module: a Beam module from :func:`beamline.policy.model.load`.
-        policy: how it is evaluated.
+        module: a Beam module from :func:`beamline.policy.model.load`. It goes to the device of ``policy``, as the
+            adapters and the reference do. What is not float32 of it is trained beside float32 masters.
+        policy: how it is evaluated, and where.
         config: micro-batches and optimizer.
         channel: where weights go.
         adapters: what is trained in place of the module's parameters; None trains those.
@@ -70,6 +75,10 @@ class TorchLearner:
         reference: nn.Module | None = None,
     ) -> None:
         self._module, self._policy, self._config, self._channel = module, policy, config, channel
+        self._device = torch.device(policy.device)
+        for each in (module, adapters, reference):
+            if each is not None:
+                each.to(self._device)
         self._adapters, self._evaluation = adapters, Evaluation(module, policy, adapters)
         self._trained: nn.Module = module if adapters is None else adapters
         self._named = named_tensors(module) | ({} if adapters is None else named_tensors(adapters))
@@ -78,6 +87,10 @@ class TorchLearner:
             reference = module
         self._reference = None if reference is None else Evaluation(reference, policy)
         self._optimizer = Optimizer(self._trained, config.optimizer)
+        self._saved = named_tensors(self._trained) | self._optimizer.named_weights()
+        modules = {each for each in (module, adapters, reference) if each is not None}
+        held = [tensor for each in modules for tensor in each.state_dict().values()]
+        self._offload = Offload([*held, *self._optimizer.memory()], [])
         self._module.train()
         if policy.activation_checkpointing:
             cast(Any, module).gradient_checkpointing_enable({"use_reentrant": False})
@@ -112,7 +125,7 @@ class TorchLearner:
         reference = self._response_logprobs(sequences, "reference") if penalized else None
         planned = plan(batch, indices, old, reference, loss)
         cuts = micro_batches([p.experience.rows for p in planned.sequences], self._config.micro_batch_tokens)
-        micros = [micro_batch([planned.sequences[i] for i in cut], loss) for cut in cuts]
+        micros = [micro_batch([planned.sequences[i] for i in cut], loss).to(self._device) for cut in cuts]
         if loss.first and loss.on_policy and loss.algorithm.guard.ratio:
             with torch.no_grad():
                 passes = [self._evaluate_update(micro, loss)[0] for micro in micros]
@@ -148,7 +161,7 @@ class TorchLearner:
         """Hold the first update of the process against a pass under the same weights, where there was one."""
         verified = [m.verified_logprobs_T for m in prepared.micro_batches if m.verified_logprobs_T is not None]
         if verified:
-            check_ratio(learned.logprobs, torch.cat(verified).numpy())
+            check_ratio(learned.logprobs, torch.cat(verified).cpu().numpy())
 
     def _backward(self, micro: MicroBatch, loss: LossConfig) -> tuple[Tensor, Callable[[], Learned]]:
         """Add the micro-batch's gradient; returns its part of the loss, and what :func:`loss_of` says of its tokens."""
@@ -210,32 +223,34 @@ class TorchLearner:
         self._channel.send(plan, self._named)
 
     def save(self, writer: ShardWriter) -> None:
-        """Write what is trained (the weights, or the adapter alone), moments and the number of updates.
+        """Write what is trained (the weights, or the adapter alone) in float32, moments and the number of updates.
 
         Raises:
             FloatingPointError: a weight is not finite; nothing was written.
         """
-        tensors = named_tensors(self._trained)
-        name = first_not_finite(tensors)
+        name = first_not_finite(self._saved)
         if name is not None:
             raise FloatingPointError(f"{name} holds values that are not finite; no checkpoint was written")
-        _write(writer, "policy", tensors.items())
+        _write(writer, "policy", self._saved.items())
         _write(writer, "optimizer", self._optimizer.named_state())
         writer.write_state("learner", {"updates": self._optimizer.updates})
 
     def load(self, reader: ShardReader) -> None:
         """Read what :meth:`save` wrote."""
-        model.restore(self._trained, reader)
+        model.restore(self._saved, reader)
         for name, tensor in self._optimizer.named_state():
             tensor.copy_(torch.from_numpy(reader.read("optimizer", _slice(name, tensor))).view(tensor.dtype))
         self._optimizer.restore(int(reader.read_state("learner")["updates"]))
 
     def sleep(self) -> None:
-        """Free the gradients; on a CPU there is no device memory to give back."""
+        """Free the gradients, and on a GPU all that is large: it goes to the memory of the host."""
         self._optimizer.zero()
+        if self._device.type == "cuda":
+            self._offload.sleep()
 
     def wake(self) -> None:
-        """Nothing to take again on a CPU: gradients appear with the next backward pass."""
+        """Take the memory again; gradients appear with the next backward pass."""
+        self._offload.wake()
 
 
 def _slice(name: str, tensor: Tensor) -> TensorSlice:
@@ -244,5 +259,5 @@ def _slice(name: str, tensor: Tensor) -> TensorSlice:
 
 def _write(writer: ShardWriter, group: Literal["policy", "optimizer"], tensors: Iterable[tuple[str, Tensor]]) -> None:
     held = list(tensors)
-    buffers = (raw(tensor).numpy() for _, tensor in held)
+    buffers = (raw(tensor.cpu()).numpy() for _, tensor in held)
     writer.write(group, [_slice(name, tensor) for name, tensor in held], buffers)

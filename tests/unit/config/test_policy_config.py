@@ -121,7 +121,8 @@ def test_the_description_shows_each_setting_under_its_meaning(recipe: Path) -> N
         ("    targets:", "`q_proj`, `self_attn.gate_proj`", "default `all-linear`"),
         ("    experts: per_expert", "one for all experts of a layer", "`per_expert` or `shared_per_layer` or `none`"),
         ("  r3: false", "Rollout routing replay", "true or false; default `false`"),
-        ("  dtype: float32", "frozen under adapters", "`float32` or `bfloat16`; default `float32`"),
+        ("  device: cpu", "where it trains", "`cpu` or `cuda`; default `cpu`"),
+        ("  dtype: float32", "has a float32 one beside it", "`float32` or `bfloat16`; default `float32`"),
         ("  kv_dtype: float8_e4m3", "rounded to 8 bits", "`same` or `float8_e4m3`; default `same`"),
         ("  head_dtype: float32", "before soft cap", "`float32` or `bfloat16`; default `float32`"),
     ):
@@ -197,27 +198,38 @@ def test_targets_are_all_or_a_list_of_names(recipe: Path, targets: str) -> None:
     assert "expected `all-linear` or list of (text matching" in first
 
 
-SMALL_UPDATES = "policy.dtype=bfloat16 is for a frozen model: small updates would be lost; set policy.lora.rank too"
 FLOAT32_KERNELS = "policy.dtype=bfloat16 needs policy.parity=false: the kernels of parity compute in float32"
+KERNELS_OF_A_CPU = "policy.device=cuda needs policy.parity=false: the kernels of parity are those of a CPU"
 
 
 @pytest.mark.parametrize(
     ("overrides", "reasons"),
     [
-        ([], [SMALL_UPDATES, FLOAT32_KERNELS]),
-        (["policy.parity=false"], [SMALL_UPDATES]),
-        (["policy.lora.rank=8"], [FLOAT32_KERNELS]),
+        (["policy.dtype=bfloat16"], [FLOAT32_KERNELS]),
+        (["policy.device=cuda"], [KERNELS_OF_A_CPU]),
+        (["policy.dtype=bfloat16", "policy.device=cuda", "policy.lora.rank=8"], [FLOAT32_KERNELS, KERNELS_OF_A_CPU]),
     ],
 )
-def test_a_model_in_bfloat16_is_frozen_and_without_parity(
+def test_what_the_kernels_of_parity_cannot_do_is_refused(
     recipe: Path, overrides: list[str], reasons: list[str]
 ) -> None:
-    assert problems(recipe, "policy.dtype=bfloat16", *overrides) == ["; ".join(reasons)]
+    assert problems(recipe, *overrides) == ["; ".join(reasons)]
 
 
-def test_a_frozen_model_in_bfloat16_without_parity(recipe: Path) -> None:
-    config = load_config(recipe, ["policy.dtype=bfloat16", "policy.lora.rank=8", "policy.parity=false"])
-    assert config.policy.dtype == "bfloat16"
+@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_model_in_bfloat16_without_parity(recipe: Path, device: str, rank: int) -> None:
+    """On a machine without a GPU too: what a recipe says can be read anywhere."""
+    chosen = ["policy.dtype=bfloat16", "policy.parity=false", f"policy.device={device}", f"policy.lora.rank={rank}"]
+    policy = load_config(recipe, chosen).policy
+    assert (policy.dtype, policy.device, policy.lora.rank) == ("bfloat16", device, rank)
+
+
+def test_the_megatron_learner_is_told_no_device(recipe: Path) -> None:
+    assert load_config(recipe, ["learner=megatron"]).policy.device == "cpu"
+    assert problems(recipe, "learner=megatron", "policy.device=cuda") == [
+        "policy.device=cuda is for learner.engine=torch: leave it out, the Megatron learner is on GPUs in any case"
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -247,6 +259,7 @@ def test_the_samplers_types_are_free_of_each_other(recipe: Path, dtype: str, kv_
             f"policy.lora=8: expected a section with the keys rank, {', '.join(OTHERS)}",
         ),
         ("policy.r3=1", "policy.r3=1: expected true or false"),
+        ("policy.device=gpu", 'policy.device="gpu": expected `cpu` or `cuda`'),
         ("policy.dtype=float16", 'policy.dtype="float16": expected `float32` or `bfloat16`'),
         ("rollout.dtype=fp8", 'rollout.dtype="fp8": expected `float32` or `bfloat16`'),
         ("rollout.kv_dtype=fp8", 'rollout.kv_dtype="fp8": expected `same` or `float8_e4m3`'),

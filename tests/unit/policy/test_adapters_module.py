@@ -65,10 +65,12 @@ def gradients(hidden_ND: Tensor, *modules: nn.Module) -> dict[str, Tensor]:
 
 
 def loop(rows: Tensor, matrices: Tensor, *, offs: Tensor) -> Tensor:
-    """Grouped products in a type for which torch has none."""
-    return torch.cat(
-        [part @ matrix for part, matrix in zip(rows.tensor_split(offs[:-1].long()), matrices, strict=True)]
-    )
+    """Grouped products in a type for which torch has none: of rows, and over the rows of each group."""
+    borders = offs[:-1].long()
+    if matrices.dim() == 2:
+        parts = zip(rows.tensor_split(borders, dim=1), matrices.tensor_split(borders), strict=True)
+        return torch.stack([left @ right for left, right in parts])
+    return torch.cat([part @ matrix for part, matrix in zip(rows.tensor_split(borders), matrices, strict=True)])
 
 
 # Adapters

@@ -116,14 +116,24 @@ def test_we_load_what_transformers_saves(tmp_path: Path) -> None:
     assert_same_tensors(model.load(tmp_path, "float32"), random_beam())
 
 
-def test_a_module_is_restored_from_a_checkpoint(tmp_path: Path) -> None:
-    module, other = random_beam(0, "bfloat16"), random_beam(1, "bfloat16")
+def written(module: nn.Module, folder: Path) -> ShardReader:
+    """A checkpoint of a module's weights as they are."""
     buffers = (raw(tensor).numpy() for tensor in named_tensors(module).values())
-    ShardWriter(tmp_path, 0).write("policy", module_layout(module).ranks[0], buffers)
-    model.restore(other, ShardReader(tmp_path))
-    assert_same_tensors(other, module)
+    ShardWriter(folder, 0).write("policy", module_layout(module).ranks[0], buffers)
+    return ShardReader(folder)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_module_is_restored_from_a_checkpoint_rounded_to_its_type(tmp_path: Path, dtype: Any) -> None:
+    other = random_beam(1, dtype)
+    model.restore(named_tensors(other), written(random_beam(0), tmp_path))
+    assert_same_tensors(other, random_beam(0, dtype))
+
+
+def test_a_checkpoint_that_is_not_in_float32_is_an_error(tmp_path: Path) -> None:
+    reader = written(random_beam(0, "bfloat16"), tmp_path)
     with pytest.raises(CheckpointError, match=r"expected float32 .*, found bfloat16"):
-        model.restore(random_beam(), ShardReader(tmp_path))
+        model.restore(named_tensors(random_beam()), reader)
 
 
 # Damage
@@ -255,12 +265,11 @@ def test_adapters_are_not_restored_in_part(tmp_path: Path) -> None:
     module = random_beam()
     shape, lora = BeamShape.from_config(module.config.to_dict()), LoraShape(8, 8.0)
     adapters = Adapters(shape, lora, "kaiming", 0)
-    buffers = (raw(tensor).numpy() for tensor in named_tensors(adapters).values())
-    ShardWriter(tmp_path, 0).write("policy", module_layout(adapters).ranks[0], buffers)
+    reader = written(adapters, tmp_path)
     fewer = Adapters(shape, LoraShape(8, 8.0, ("q_proj",)), "kaiming", 0)
     for other in (fewer, module):
         with pytest.raises(CheckpointError, match=r"holds an adapter: \d+ tensors, of which \d+ have no place"):
-            model.restore(other, ShardReader(tmp_path))
+            model.restore(named_tensors(other), reader)
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 20_000, 1 << 40])

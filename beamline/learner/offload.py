@@ -30,7 +30,7 @@ class Offload:
         if self._asleep:
             return
         if not self._host:
-            self._host = [_host_memory(tensor) for tensor in self._kept]
+            self._host = [self._host_memory(tensor) for tensor in self._kept]
         for tensor, host in zip(self._kept, self._host, strict=True):
             host.copy_(tensor, non_blocking=True)
         if torch.cuda.is_available():
@@ -55,22 +55,26 @@ class Offload:
             torch.cuda.synchronize()
         self._asleep = False
 
+    def _host_memory(self, tensor: Tensor) -> Tensor:
+        """Memory of the host for a tensor, pinned for one on a GPU.
 
-def _host_memory(tensor: Tensor) -> Tensor:
-    """Memory of the host for a tensor, pinned for one on a GPU.
+        torch's own would be of the next power of two, and pinned page by page as they first appear, by one thread:
+        many times slower than pages, huge ones where the system has them, that all threads have touched before.
 
-    torch's own would be of the next power of two, and pinned page by page as they first appear, by one thread: many
-    times slower than pages, huge ones where the system has them, that all threads have touched before.
+        Raises:
+            RuntimeError: it cannot be pinned.
+        """
+        if not tensor.is_cuda:
+            return torch.empty_like(tensor, device="cpu")
+        memory = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        host = torch.frombuffer(memory, dtype=torch.uint8).zero_()
+        runtime: Any = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+        weakref.finalize(self, _unpin, memory, host.data_ptr())
+        return host.view(tensor.dtype).view(tensor.shape)
 
-    Raises:
-        RuntimeError: it cannot be pinned.
-    """
-    if not tensor.is_cuda:
-        return torch.empty_like(tensor, device="cpu")
-    memory = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    host = torch.frombuffer(memory, dtype=torch.uint8).zero_()
-    runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0))
-    weakref.finalize(memory, runtime.cudaHostUnregister, host.data_ptr())
-    return host.view(tensor.dtype).view(tensor.shape)
+
+def _unpin(_: mmap.mmap, address: int) -> None:
+    """Let go of memory, which is held until then."""
+    torch.cuda.cudart().cudaHostUnregister(address)
