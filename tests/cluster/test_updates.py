@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from beamline.checkpoint import ShardReader, ShardWriter
 from beamline.learner.learner import Learner, Outputs, StepStats
+from beamline.model.layout import DType
 from beamline.records import Experience
 from tests.cluster.learner import weights_of, with_learner
 from tests.cluster.ranks import on_ranks
@@ -44,11 +45,16 @@ def size_of(mesh: dict[str, int]) -> int:
 
 
 def run_on(
-    mesh: str, job: Callable[..., Any], *arguments: Any, optimizer: dict[str, Any] = OPTIMIZER, seed: int = 0
+    mesh: str,
+    job: Callable[..., Any],
+    *arguments: Any,
+    optimizer: dict[str, Any] = OPTIMIZER,
+    seed: int = 0,
+    dtype: DType = "float32",
 ) -> Any:
     """What the job makes of a learner over the ranks of a mesh."""
     sizes = MESHES[mesh]
-    shared = (job, sizes, beam_config(), weights_of(random_beam(seed)), optimizer, ROWS, "float32", arguments)
+    shared = (job, sizes, beam_config(), weights_of(random_beam(seed)), optimizer, ROWS, dtype, arguments)
     return on_ranks(size_of(sizes), with_learner, *shared)[0]
 
 
@@ -215,10 +221,24 @@ def test_what_is_saved_and_loaded_is_the_same_bits(tmp_path: Path) -> None:
     run_on("all", save_after, tmp_path / "all", 1)
     run_on("data and expert", load_and_save, tmp_path / "all", tmp_path / "data", seed=1)
     run_on("all", load_and_save, tmp_path / "data", tmp_path / "again", seed=1)
-    for one, other in pairwise(("all", "data", "again")):
-        first, second = saved(tmp_path / one), saved(tmp_path / other)
+    assert_same_bits(*(tmp_path / each for each in ("all", "data", "again")))
+
+
+def test_what_is_saved_in_bfloat16_is_the_same_bits_in_the_torch_learner_and_back(tmp_path: Path) -> None:
+    """Both save float32 weights, of which they compute with the rounded ones."""
+    run_on("tensor", save_after, tmp_path / "tensor", 1, dtype="bfloat16")
+    learner = torch_learner(random_beam(1, "bfloat16"), ROWS, parity=False, **OPTIMIZER)
+    load_and_save(learner, tmp_path / "tensor", tmp_path / "torch")
+    run_on("tensor", load_and_save, tmp_path / "torch", tmp_path / "again", seed=1, dtype="bfloat16")
+    assert_same_bits(*(tmp_path / each for each in ("tensor", "torch", "again")))
+
+
+def assert_same_bits(*folders: Path) -> None:
+    """Weights and moments of checkpoints, whatever meshes saved them."""
+    for one, other in pairwise(folders):
+        first, second = saved(one), saved(other)
         assert all((first[name] == second[name]).all() for name in first)
-        moments = [ShardReader(tmp_path / each) for each in (one, other)]
+        moments = [ShardReader(each) for each in (one, other)]
         for part in {part.name: part for part in moments[0].slices("optimizer")}.values():
             whole = replace(part, start=(0,) * len(part.shape), stop=part.shape)
             assert (moments[0].read("optimizer", whole) == moments[1].read("optimizer", whole)).all()

@@ -122,12 +122,14 @@ def torch_learner(
     dropout: float = 0.0,
     r3: bool = False,
     recompute: bool = False,
+    device: Literal["cpu", "cuda"] = "cpu",
     **optimizer: Any,
 ) -> TorchLearner:
     config = LearnerConfig(micro_batch_tokens=micro_batch_tokens, optimizer=OptimizerConfig(**optimizer))
     policy = PolicyConfig(
         head_chunk_rows=16,
         parity=parity,
+        device=device,
         lora=LoraConfig(dropout=dropout),
         r3=r3,
         activation_checkpointing=recompute,

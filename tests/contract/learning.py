@@ -157,3 +157,20 @@ def assert_gradients_equal(
     largest = max(float(np.abs(values).max()) for values in expected.values())
     for name, values in expected.items():
         np.testing.assert_allclose(actual[name], values, rtol=0, atol=tolerance * largest, err_msg=name)
+
+
+def assert_only_experts_with_rows_change(learner: Learner[Any], module: Any, sequence: Experience) -> None:
+    """In an update without decay: the gradient of the others is 0, exactly."""
+    routed: set[tuple[int, int]] = set()
+    for index, layer in enumerate(module.model.layers):
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(
+                lambda _gate, _in, out, index=index: routed.update((index, int(e)) for e in out[2].unique())
+            )
+    before = weights(learner)
+    update(learner, [sequence])
+    experts = {name: values for name, values in weights(learner).items() if ".experts." in name}
+    for name, values in experts.items():
+        layer, expert = int(name.split(".")[2]), int(name.split(".")[5])
+        assert (values != before[name]).any() == ((layer, expert) in routed), name
+    assert 0 < len(routed) < len(experts) / 3

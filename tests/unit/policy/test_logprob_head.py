@@ -22,6 +22,9 @@ def written(hidden: Tensor, weight: Tensor, cap: float | None) -> tuple[Tensor, 
     return table[torch.arange(N), TARGET], -(table.exp() * table).sum(-1)
 
 
+TYPES = (torch.bfloat16, torch.float32)
+
+
 @pytest.mark.parametrize("cap", [CAP, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_and_entropies_are_the_written_ones(cap: float | None, dtype: torch.dtype) -> None:
@@ -31,6 +34,20 @@ def test_logprobs_and_entropies_are_the_written_ones(cap: float | None, dtype: t
     for ours, expected in zip(actual, written(hidden, weight, cap), strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_from_bfloat16_are_rounded_to_it_and_no_further() -> None:
+    """The gradient of the logits once, for the products, and what comes out of them once more."""
+    ours, theirs = [(HIDDEN.bfloat16().to(t).requires_grad_(), WEIGHT.bfloat16().to(t).requires_grad_()) for t in TYPES]
+    for hidden, weight in (ours, theirs):
+        logprobs, _ = head_logprobs(hidden, weight, TARGET, TEMPERATURE, CAP, chunk_rows=10)
+        logprobs.sum().backward()
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert one.grad.dtype == torch.bfloat16
+        size = other.grad.abs().max().item()
+        torch.testing.assert_close(one.grad.float(), other.grad, rtol=2**-8, atol=2**-8 * size)
 
 
 def test_the_cap_comes_before_the_temperature() -> None:

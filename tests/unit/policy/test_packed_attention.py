@@ -1,6 +1,7 @@
 """Packed attention against a loop over sequences, heads and queries in double precision."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from beamline.policy import attention
 from beamline.policy.attention import Packing, packed_attention, window_mask
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 8, 0.3
@@ -106,3 +108,18 @@ def test_a_mask_that_was_made_while_sampling_serves_in_training() -> None:
         attend(*qkv, rows, 8)
     attend(*qkv, rows, 8).sum().backward()
     assert all(x.grad is not None and x.grad.any() for x in qkv)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_flash_attention_is_given_the_same_sequences(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """On a GPU; here another function takes its place, and a tensor's."""
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, seen: Any, scale: float) -> Tensor:
+        assert (cu_seqlens.dtype, longest, scale) == (torch.int32, max(LENGTHS), SCALE)
+        return written(*(x.transpose(0, 1)[None] for x in (q, k, v)), np.diff(cu_seqlens).tolist(), seen)[0]
+
+    qkv = random_qkv(sum(LENGTHS))
+    expected = attend(*qkv, LENGTHS, window)
+    monkeypatch.setattr(attention, "flash_takes", lambda query: True)
+    monkeypatch.setattr(attention, "flash", flash)
+    torch.testing.assert_close(attend(*qkv, LENGTHS, window), expected, rtol=0, atol=1e-12)

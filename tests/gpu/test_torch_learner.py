@@ -1,0 +1,134 @@
+"""The torch learner on a GPU: against the Hugging Face module in bfloat16, against itself on the CPU in float32."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import BeamForCausalLM
+
+from beamline.checkpoint import ShardReader, ShardWriter
+from beamline.learner.torch import TorchLearner
+from beamline.model.lora import LoraShape
+from beamline.policy.weights import named_tensors
+from beamline.records import Experience
+from tests.adapters import PER_EXPERT
+from tests.contract.engines import torch_learner
+from tests.contract.learning import assert_only_experts_with_rows_change, batch, experience, snapshot, update
+from tests.tiny_beam import CONTEXT, random_beam, reference, teacher_forced
+
+DEVICE: Literal["cpu", "cuda"] = "cuda"
+OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "warmup_updates": 3}
+ROWS = 200
+DENSE = {"mlp_layer_types": ["dense"] * 3}
+CAP = 30.0
+
+Floats = NDArray[np.float32]
+
+
+def learner_of(module: nn.Module, **settings: Any) -> TorchLearner:
+    return torch_learner(module, ROWS, parity=False, device=DEVICE, **settings)
+
+
+def ragged() -> list[Experience]:
+    """Sequences of 2 tokens up to all that the model takes, far longer than the window."""
+    lengths = [2, CONTEXT, *np.random.default_rng(0).integers(3, CONTEXT, 22).tolist()]
+    return [experience(1, length - 1, seed, 1.0 - seed % 3) for seed, length in enumerate(lengths)]
+
+
+def after(learner: TorchLearner, updates: int) -> TorchLearner:
+    for number in range(updates):
+        update(learner, batch()[number:])
+    return learner
+
+
+@torch.no_grad()
+def by_the_module(plain: BeamForCausalLM, sequence: Experience) -> Floats:
+    """Log-probabilities by the Hugging Face module on the device, whose logits are not rounded."""
+    ids = torch.from_numpy(sequence.rollout.token_ids.astype(np.int64)).to(DEVICE)
+    hidden = plain.model(ids[None, :-1], use_cache=False).last_hidden_state[0]
+    logits = CAP * torch.tanh(hidden.float() @ plain.lm_head.weight.float().T / CAP)
+    found: Floats = torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None]).squeeze(1).cpu().numpy()
+    return found
+
+
+@pytest.mark.parametrize("changes", [DENSE, {}], ids=["dense", "experts"])
+def test_log_probabilities_in_bfloat16_are_those_of_the_hugging_face_module(
+    changes: dict[str, Any], record_property: Callable[[str, object], None]
+) -> None:
+    """Both are off float32 by as much, and off each other by no more than two such errors are.
+
+    In the middle: where rounding turns over a router's choice, a token's is another one altogether.
+    """
+    module, exact = random_beam(0, "bfloat16", **changes), random_beam(0, **changes)
+    exact.load_state_dict(module.state_dict())
+    plain = reference(module).to(DEVICE)
+    sequences = ragged()
+    logprobs = learner_of(module).forward(sequences, ["logprobs"]).logprobs
+    assert logprobs is not None
+    ours, theirs = np.concatenate(logprobs), np.concatenate([by_the_module(plain, each) for each in sequences])
+    expected = np.concatenate([teacher_forced(reference(exact), each.rollout.token_ids) for each in sequences])
+    errors = {
+        "learner from float32": float(np.median(np.abs(ours - expected))),
+        "module from float32": float(np.median(np.abs(theirs - expected))),
+        "learner from module": float(np.median(np.abs(ours - theirs))),
+    }
+    for name, error in errors.items():
+        record_property(f"{'dense' if changes else 'experts'}: median |delta log p|, {name}", error)
+    assert 0 < errors["learner from float32"] < 1.2 * errors["module from float32"]
+    assert errors["learner from module"] < 1.5 * errors["module from float32"]
+
+
+@pytest.mark.parametrize("lora", [None, PER_EXPERT], ids=["every weight", "adapters"])
+def test_in_float32_it_finds_what_it_finds_on_the_cpu(
+    lora: LoraShape | None, record_property: Callable[[str, object], None]
+) -> None:
+    settings: dict[str, Any] = {"lora": lora, "b": 0.1, "dropout": 0.1 if lora else 0.0, **OPTIMIZER}
+    ours, theirs = learner_of(random_beam(), **settings), torch_learner(random_beam(), ROWS, parity=False, **settings)
+    pairs = [each.forward(ragged(), ["logprobs", "entropy"]) for each in (ours, theirs)]
+    for name in ("logprobs", "entropy"):
+        one, other = (np.concatenate(getattr(each, name)) for each in pairs)
+        record_property(f"{name}, adapters {lora is not None}: largest difference", float(np.abs(one - other).max()))
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    one, other = (update(each, batch()) for each in (ours, theirs))
+    assert one.loss == pytest.approx(other.loss, rel=1e-4)
+    assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+
+
+def test_layers_that_are_computed_again_give_the_same_bits() -> None:
+    kept, again = (learner_of(random_beam(0, "bfloat16"), recompute=each, **OPTIMIZER) for each in (False, True))
+    assert snapshot(after(again, 2)) == snapshot(after(kept, 2))
+
+
+def test_an_expert_without_rows_is_not_changed() -> None:
+    module = random_beam(0, "bfloat16")
+    assert_only_experts_with_rows_change(learner_of(module, lr=1e-2, weight_decay=0.0), module, batch()[2])
+
+
+def test_in_bfloat16_a_resumed_learner_ends_with_the_same_bits(tmp_path: Path) -> None:
+    whole = after(learner_of(random_beam(0, "bfloat16"), **OPTIMIZER), 2)
+    whole.save(ShardWriter(tmp_path, 0))
+    resumed = after(learner_of(random_beam(1, "bfloat16"), **OPTIMIZER), 1)  # whatever it did before is forgotten
+    resumed.load(ShardReader(tmp_path))
+    for learner in (whole, resumed):
+        update(learner, batch())
+    assert snapshot(resumed) == snapshot(whole)
+    one, other = named_tensors(whole._module), named_tensors(resumed._module)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_sleep_gives_memory_back_and_the_same_bits_come_again() -> None:
+    learner, sleepless = (after(learner_of(random_beam(0, "bfloat16"), **OPTIMIZER), 1) for _ in range(2))
+    held = sum(tensor.nbytes for tensor in (*learner._named.values(), *learner._optimizer.memory()))
+    before = torch.cuda.memory_allocated()
+    learner.sleep()
+    assert before - torch.cuda.memory_allocated() >= held
+    learner.wake()
+    assert torch.cuda.memory_allocated() == before
+    for each in (learner, sleepless):
+        update(each, batch())
+    assert snapshot(learner) == snapshot(sleepless)
