@@ -16,7 +16,7 @@ def clear_empty(groups: Tensor, ends: Tensor) -> None:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _clear(groups: Any, ends: Any, size: Any, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _clear(groups, ends, size, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     group = tl.program_id(0)
     before = tl.load(ends + group - 1, mask=group > 0, other=0)
     if before == tl.load(ends + group):
