@@ -38,6 +38,7 @@ class Offload:
         for tensor in (*self._kept, *self._dropped):
             tensor.untyped_storage().resize_(0)
         if torch.cuda.is_available():
+            torch._C._cuda_clearCublasWorkspaces()  # small, and each holds on to a large piece of memory
             torch.cuda.empty_cache()
         self._asleep = True
 

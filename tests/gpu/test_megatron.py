@@ -1,0 +1,173 @@
+"""The learner over Megatron-Core, as a single rank on a GPU."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import BeamForCausalLM
+
+from beamline.config import load_config
+from beamline.config.schema import LearnerConfig, OptimizerConfig
+from beamline.learner.learner import Learner
+from beamline.model.layout import DType
+from beamline.policy import model
+from beamline.policy.weights import named_tensors
+from beamline.records import Experience
+from beamline.starter import STARTER
+from beamline.transfer.local import LocalChannel
+from tests.contract.engines import torch_learner
+from tests.contract.learning import GRADIENT, batch, experience, snapshot, update, updated_gradient
+from tests.replay import recorded, replayed
+from tests.tiny_beam import random_beam, reference, teacher_forced
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+
+DEVICE, BACKEND = torch.device("cuda", 0), "nccl"
+ROWS = 512
+UPDATES = 50
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "moe_intermediate_size": 128,
+    "max_position_embeddings": 1024,
+    "sliding_window": 32,
+}
+
+
+@contextmanager
+def megatron(module: nn.Module, dtype: DType, recompute: bool = False, **optimizer: Any) -> Iterator[Learner[Any]]:
+    """A learner with a module's weights."""
+    from megatron.core import parallel_state
+    from torch import distributed
+
+    from beamline.learner.megatron.learner import MegatronLearner
+    from beamline.learner.megatron.mesh import Mesh
+    from beamline.learner.megatron.model import Stage, initialize
+    from beamline.learner.megatron.rank import Rank
+    from beamline.learner.megatron.ranks import Ranks
+
+    alone = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group(BACKEND, store=alone, rank=0, world_size=1)
+    try:
+        initialize(Mesh())
+        stage, weights = Stage(module.config, Mesh(), dtype, DEVICE, recompute), named_tensors(module)  # type: ignore[arg-type]
+        for each, view in stage.placed():
+            view.copy_(weights[each.part.name][each.part.index])
+        settings = LearnerConfig(micro_batch_tokens=ROWS, optimizer=OptimizerConfig(**optimizer))
+        rank = Rank(stage, Mesh(), settings, head_chunk_rows=256)
+        yield MegatronLearner(rank, Ranks(rank, deadline_seconds=60), Mesh(), LocalChannel())
+    finally:
+        parallel_state.destroy_model_parallel()
+        distributed.destroy_process_group()
+
+
+def ragged() -> list[Experience]:
+    """Sequences of 2 tokens up to more than a micro-batch, far longer than the window."""
+    lengths = [2, 3, 700, *np.random.default_rng(0).integers(4, 400, 20).tolist()]
+    return [experience(1, length - 1, seed, 1.0 - seed % 3) for seed, length in enumerate(lengths)]
+
+
+@torch.no_grad()
+def by_the_module(plain: BeamForCausalLM, sequence: Experience) -> np.ndarray:
+    """Log-probabilities by the Hugging Face module on the GPU, whose logits are not rounded."""
+    ids = torch.from_numpy(sequence.rollout.token_ids.astype(np.int64)).to(DEVICE)
+    hidden = plain.model(ids[None, :-1], use_cache=False).last_hidden_state[0]
+    logits = 30.0 * torch.tanh(hidden.float() @ plain.lm_head.weight.float().T / 30.0)
+    return logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1).cpu().numpy()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("changes", [{"mlp_layer_types": ["dense"] * 3}, {}], ids=["dense", "experts"])
+def test_log_probabilities_in_bfloat16_are_those_of_the_hugging_face_module(
+    changes: dict[str, Any], record_property: Callable[[str, object], None]
+) -> None:
+    """Both are off float32 by as much; in the middle, because rounding turns over the choice of some routers."""
+    module, exact = random_beam(0, "bfloat16", **SIZES, **changes), random_beam(0, **SIZES, **changes)
+    exact.load_state_dict(module.state_dict())
+    plain, sequences = reference(module).to(DEVICE), ragged()
+    with megatron(module, "bfloat16") as learner:
+        logprobs = learner.forward(sequences, ["logprobs"]).logprobs
+    assert logprobs is not None
+    ours, theirs = np.concatenate(logprobs), np.concatenate([by_the_module(plain, each) for each in sequences])
+    expected = np.concatenate([teacher_forced(reference(exact), each.rollout.token_ids) for each in sequences])
+    errors = {
+        "learner from float32": float(np.median(np.abs(ours - expected))),
+        "module from float32": float(np.median(np.abs(theirs - expected))),
+        "learner from module": float(np.median(np.abs(ours - theirs))),
+    }
+    for name, error in errors.items():
+        record_property(f"{'dense' if changes else 'experts'}: median |delta log p|, {name}", error)
+    assert 0 < errors["learner from float32"] < 1.2 * errors["module from float32"]
+    assert errors["learner from module"] < 1.5 * errors["module from float32"]
+
+
+def test_gradients_of_the_starter_are_those_of_the_torch_learner(
+    record_property: Callable[[str, object], None],
+) -> None:
+    """In float32, each to 1e-4 of its largest value: what the order of sums makes of them."""
+    expected, theirs = updated_gradient(
+        torch_learner(model.load(STARTER, "float32"), ROWS, parity=False, **GRADIENT), batch()
+    )
+    with megatron(model.load(STARTER, "float32"), "float32", **GRADIENT) as learner:
+        found, ours = updated_gradient(learner, batch())
+    errors = {name: float(np.abs(found[name] - g).max() / max(np.abs(g).max(), 1e-12)) for name, g in expected.items()}
+    record_property("largest relative error of a gradient", max(errors.values()))
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-5, abs=1e-7)
+    assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+    # Of a gradient that is all but 0, what is left of the update that it is read from is rounding.
+    told = {name for name, g in expected.items() if np.abs(g).max() > 1e-6}
+    assert len(told) > 0.9 * len(expected)
+    assert max(errors[name] for name in told) < 1e-4
+
+
+def test_batches_of_a_run_have_the_same_loss_and_gradient_norm(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """50 updates of the quickstart, one after the other, through both learners."""
+    minis = recorded(tmp_path / "run", f"steps={UPDATES}", "evaluation.before_training=false", "policy.parity=false")
+    optimizer = load_config(Path("recipes/quickstart.yaml"), []).learner.optimizer
+    with megatron(model.load(STARTER, "float32"), "float32", **optimizer.model_dump()) as learner:
+        found = replayed(learner, minis)
+    expected, ours = np.array([mini.found for mini in minis]), np.array(found)
+    assert len(ours) == UPDATES
+    errors = np.abs(ours - expected) / np.maximum(np.abs(expected), [0.01, 1e-6])  # losses are sums around 0
+    record_property("largest relative error of a loss (of 0.01 at least)", float(errors[:, 0].max()))
+    record_property("largest relative error of a gradient norm", float(errors[:, 1].max()))
+    assert errors.max() < 1e-3
+
+
+def test_layers_that_are_computed_again_give_the_same_bits() -> None:
+    found = []
+    for recompute in (False, True):
+        with megatron(random_beam(0, "bfloat16", **SIZES), "bfloat16", recompute, lr=1e-3) as learner:
+            update(learner, ragged())
+            found.append(snapshot(learner))
+    assert found[0] == found[1]
+
+
+def test_sleep_gives_memory_back_and_the_same_bits_come_again() -> None:
+    found = []
+    for naps in (0, 2):
+        with megatron(random_beam(0, "bfloat16", **SIZES), "bfloat16", lr=1e-3) as learner:
+            for number in range(3):
+                update(learner, ragged()[number:])
+                gc.collect()
+                awake = torch.cuda.memory_allocated()
+                for _ in range(naps):
+                    learner.sleep()
+                    kept, dropped = learner._rank.optimizer.memory()  # type: ignore[attr-defined]
+                    held = sum(tensor.nbytes for tensor in (*kept, *dropped))
+                    assert awake - torch.cuda.memory_allocated() >= held
+                    learner.wake()
+            found.append(snapshot(learner))
+    assert found[0] == found[1]
