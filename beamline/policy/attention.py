@@ -48,7 +48,7 @@ class Packing:
         """Sequences with these borders in the packed rows, ``[B + 1]``, on the CPU if nothing else is said."""
         return cls(tuple(cu_seqlens), device or torch.device("cpu"))
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Rows of the longest sequence."""
         return max(b - a for a, b in pairwise(self.borders))
