@@ -18,6 +18,7 @@ from beamline.rollout.vllm.sampler import VllmSampler
 from beamline.runtime.vllm import say
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
+from beamline.transfer.source import Tensors
 from tests.contract.engines import PairBench, SamplerBench, Unfinished, torch_learner
 from tests.tiny_beam import CONTEXT, beam_shape
 
@@ -115,7 +116,7 @@ class SharedEngines:
 
         def give(module: nn.Module, version: int, unfinished: Unfinished) -> None:
             moves = plan(module_layout(module), sampler.layout("full"))
-            channel.send(moves, named_tensors(module))
+            channel.send(moves, Tensors(named_tensors(module)))
             sampler.take_turn()
             sampler.receive(moves, version, unfinished)
 
