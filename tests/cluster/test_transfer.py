@@ -1,6 +1,9 @@
 """Weights of several learner ranks in engines of several ranks, and in a sampler of the first rank's process."""
 
+import os
+import signal
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,16 +16,22 @@ from numpy.typing import NDArray
 from beamline.checkpoint import ShardWriter
 from beamline.learner.learner import Learner
 from beamline.policy.weights import module_layout, named_tensors
+from beamline.records import Experience
 from beamline.rollout.vllm import worker
+from beamline.rollout.vllm.fleet import Fleet
 from beamline.rollout.vllm.layout import Mesh, engine_layout, parameters, placed
+from beamline.rollout.vllm.sampler import VllmSampler
 from beamline.rollout.vllm.worker import Loader
+from beamline.runtime.probe import probe
 from beamline.transfer.memory import attach
 from beamline.transfer.plan import plan, shares_of
 from tests.cluster.learner import weights_of, with_learner
 from tests.cluster.ranks import on_ranks
 from tests.cluster.test_updates import MESHES, OPTIMIZER, ROWS, run_on, saved, size_of
 from tests.contract.learning import batch, update
-from tests.tiny_beam import beam_config, beam_shape, random_beam
+from tests.contract.process_engines import LONG, MESH, cpu_launches
+from tests.contract.sampling import assert_same_bits, requests, run
+from tests.tiny_beam import CONTEXT, beam_config, beam_shape, random_beam
 from tests.unit.rollout.test_vllm_loader import tree
 from tests.unit.rollout.vllm_meshes import assembled, name_of
 
@@ -101,6 +110,47 @@ def test_a_sampler_of_the_first_rank_holds_the_bits_of_the_learner(mesh: str, tm
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_array_equal(found[name], array.astype(np.float32), err_msg=name)
+
+
+def drawn_with_a_kill(learner: Any, folder: Path) -> dict[str, Any]:
+    """What two engines draw under the weights of an update, before and after one of them was killed."""
+    update(learner, batch())
+    fleet = Fleet(cpu_launches(folder, 2, mesh=MESH)("float32"), 1, lambda _: None)
+    channel = learner._channel
+    with closing(VllmSampler(fleet, beam_shape(), MESH, "float32", CONTEXT, 0, channel, BUCKET_BYTES)) as sampler:
+        moves = plan(learner.layout("full"), sampler.layout("full"))
+        for version in (1, 2):
+            learner.send(moves)
+            sampler.receive(moves, version, unfinished="abort")
+            update(learner, batch())
+        learner.send(moves)
+        sampler.receive(moves, 3, unfinished="abort")
+
+        def evaluate(sequences: list[Experience]) -> list[NDArray[np.float32]]:
+            found: list[NDArray[np.float32]] = learner.forward(sequences, ["logprobs"]).logprobs
+            return found
+
+        difference = probe(sampler, evaluate, beam_shape(), CONTEXT, LONG)
+        before = run(sampler, requests())
+        os.kill(fleet.replicas[0].pid, signal.SIGKILL)
+        after = run(sampler, requests())
+        learner.send(moves)
+        sampler.receive(moves, 4, unfinished="abort")
+        return {
+            "difference": difference,
+            "before": before,
+            "after": after,
+            "restarts": sampler.statistics()["rollout/engine_restarts"],
+            "last": run(sampler, requests()),
+        }
+
+
+def test_an_engine_that_takes_the_place_of_another_is_given_the_weights_of_all_ranks(tmp_path: Path) -> None:
+    found = run_on("all", drawn_with_a_kill, tmp_path)
+    assert found["difference"] < 1e-5
+    assert found["restarts"] == 1
+    assert_same_bits(found["before"], found["after"])
+    assert {version for each in found["last"] for version in each.versions.tolist()} == {4}
 
 
 def not_finite(learner: Any) -> str | None:

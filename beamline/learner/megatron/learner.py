@@ -113,7 +113,8 @@ class MegatronLearner:
                 check_ratio(learned.logprobs, np.concatenate(verified))
             guard_mismatch(loss, compared)
         except (FloatingPointError, RuntimeError):
-            self._ranks.call("forget")
+            if not self._ranks.broken:
+                self._ranks.call("forget")
             raise
         norm = self._ranks.call("apply")[0]
         return StepStats(total, norm, lr, planned.counted_tokens, planned.kept_tokens, compared, learned)

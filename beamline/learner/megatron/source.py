@@ -31,7 +31,11 @@ class RanksSource:
         """See :class:`~beamline.transfer.source.Source`."""
         number, call = next(self._numbers), self._ranks.call
         rounds = max(call("supply", number, shares, bucket_bytes))
-        return Supply(rounds, partial(call, "of_supply", number), partial(call, "end_supply", number))
+        return Supply(rounds, partial(call, "of_supply", number), partial(self._end, number))
+
+    def _end(self, number: int) -> None:
+        if not self._ranks.broken:  # else they end anyway, and why is what is to be told
+            self._ranks.call("end_supply", number)
 
     def copy(self, plan: TransferPlan, tensors: Mapping[str, Tensor]) -> None:
         """See :class:`~beamline.transfer.source.Source`."""

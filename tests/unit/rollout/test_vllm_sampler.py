@@ -283,7 +283,10 @@ def test_what_had_ended_and_what_new_weights_end_come_once(one: SharedEngines) -
 def test_an_engine_that_holds_something_else_than_was_sent_is_not_trusted(
     failing: Callable[..., SharedEngines],
 ) -> None:
-    message = r"engine float32-0, rank 2: .* of lm_head.weight is not what was sent \(checksum \w{8}, not \w{8}\)"
+    message = (
+        r"engine float32-0, rank 2: .* of lm_head.weight is not what was sent by rank 0 of the learner "
+        r"\(checksum \w{8}, not \w{8}\)"
+    )
     engines = failing("--fault", "garble")
     with pytest.raises(TransferError, match=message):
         engines.sampler(MODULE)
