@@ -130,6 +130,22 @@ def test_requests_end_with_their_tokens(start: Callable[..., Replica]) -> None:
     assert (replica.tokens, replica.in_flight) == (12, 0)
 
 
+def test_an_engine_does_not_take_itself_for_a_rank_of_whoever_started_it(
+    start: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_torchrun = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_NAME")
+    of_torchrun += ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    for name in of_torchrun:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("RANKING", "1")
+    replica = start()
+    replica.ready()
+    text = Path(f"/proc/{replica.pid}/environ").read_text()
+    names = {each.partition("=")[0] for each in text.split("\0")}
+    assert names.isdisjoint(of_torchrun)
+    assert {"RANKING", "PATH"} <= names
+
+
 def test_what_finishes_while_an_answer_is_awaited_is_kept(start: Callable[..., Replica]) -> None:
     replica = start()
     replica.ready()

@@ -138,8 +138,9 @@ def test_weights_are_cast_to_what_the_model_has(weights: Weights) -> None:
     torch.testing.assert_close(held.data, torch.from_numpy(weights["model.norm.weight"]).bfloat16(), rtol=0, atol=0)
 
 
-def test_another_load_takes_the_place_of_the_first(weights: Weights) -> None:
-    rank, other = Rank(Mesh(2), 1), {name: -array for name, array in weights.items()}
+@pytest.mark.parametrize("sources", [1, 3])
+def test_another_load_takes_the_place_of_the_first(sources: int, weights: Weights) -> None:
+    rank, other = Rank(Mesh(2), 1, sources=sources), {name: -array for name, array in weights.items()}
     first = rank.load(weights)
     second = rank.load(other)
     assert_holds(rank.module, assembled(uneven(), Mesh(2), 1, other))
