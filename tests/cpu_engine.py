@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -22,8 +23,9 @@ from beamline.records import Completion, Key
 from beamline.rollout.local import LocalSampler, Numerics
 from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Memory, Prepared, Started
 from beamline.rollout.vllm.process import attach, serve
-from beamline.transfer.buckets import Copier, buckets, checksum, samples
+from beamline.transfer.buckets import Bucket, Copier, buckets, checksum, samples
 from beamline.transfer.dtypes import TORCH_DTYPES
+from beamline.transfer.group import Group, Meeting
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.memory import attach as attach_memory
 from beamline.transfer.plan import Shares, plan
@@ -63,7 +65,9 @@ class CpuEngine:
         self._asked: dict[Key, Key] = {}
         self._awake = set[Memory](get_args(Memory))
         self._shares: Shares = []
+        self._buckets: list[list[list[Bucket]]] = []
         self._copiers: list[list[list[Copier]]] = []
+        self._groups: list[Group] = []
         self._loading, self._may_step = False, True
         self.started = Started({"torch": str(torch.__version__)}, "cpu", SLOTS * positions, 0.0)
 
@@ -89,17 +93,24 @@ class CpuEngine:
 
     def prepare(self, shares: Shares, bucket_bytes: int) -> Prepared:
         self._shares = shares
-        self._copiers = [
-            [[Copier(each, self._place) for each in buckets(share, bucket_bytes)] for share in rank] for rank in shares
-        ]
+        self._buckets = [[buckets(share, bucket_bytes) for share in rank] for rank in shares]
+        self._copiers = [[[Copier(each, self._place) for each in cut] for cut in rank] for rank in self._buckets]
         return Prepared([[] for _ in shares])
 
-    def fill(self, bucket: int, memory: Sequence[Sequence[bytes]]) -> None:
+    def join(self, meeting: Meeting) -> None:
+        numbers = range(meeting.sources, meeting.size)
+        with ThreadPoolExecutor(len(numbers)) as pool:  # each waits for all
+            self._groups = list(pool.map(meeting.join, numbers))
+
+    def fill(self, bucket: int, memory: Sequence[Sequence[bytes]] | None) -> None:
         if not self._loading:
             for each in self._arrived.values():
                 each.fill_(torch.nan)  # what does not arrive is noticed
         self._loading = True
         self._fail("fill")
+        if memory is None:
+            self._receive(bucket)
+            return
         pairs = (zip(*rank, strict=True) for rank in zip(self._copiers, memory, strict=True))
         for copiers, descriptor in chain.from_iterable(pairs):
             assert bool(descriptor) == (bucket < len(copiers)), f"bucket {bucket} of {len(copiers)}"
@@ -107,6 +118,14 @@ class CpuEngine:
                 shared = attach_memory(descriptor)
                 copiers[bucket].unpack(shared.buffer)
                 shared.close()
+
+    def _receive(self, number: int) -> None:
+        for group, of_rank, copiers in zip(self._groups, self._buckets, self._copiers, strict=True):
+            for source, cut in enumerate(of_rank):
+                if number < len(cut):
+                    buffer = torch.empty(cut[number].nbytes, dtype=torch.uint8)
+                    group.receive(buffer, source)
+                    copiers[source][number].unpack(buffer)
 
     def finish(self, version: int) -> Loaded:
         self._fail("finish")

@@ -107,12 +107,13 @@ class SharedEngines:
         lora: LoraShape | None = None,
         dtype: DType = "float32",
         bucket_bytes: int = BUCKET_BYTES,
+        group_seconds: float | None = None,
     ) -> SamplerBench:
         """Slots and threads are the engine's own affair."""
         if lora is not None:
             pytest.skip("vLLM serves no adapters of Beam yet")
         channel = LocalChannel()
-        sampler = self._new(seed, channel, dtype, bucket_bytes)
+        sampler = self._new(seed, channel, dtype, bucket_bytes, group_seconds)
 
         def give(module: nn.Module, version: int, unfinished: Unfinished) -> None:
             moves = plan(module_layout(module), sampler.layout("full"))
@@ -149,8 +150,10 @@ class SharedEngines:
         for fleet in self._fleets.values():
             fleet.close()
 
-    def _new(self, seed: int, channel: LocalChannel, dtype: DType, bucket_bytes: int) -> InTurn:
+    def _new(
+        self, seed: int, channel: LocalChannel, dtype: DType, bucket_bytes: int, group_seconds: float | None = None
+    ) -> InTurn:
         fleet = self.fleet(dtype)
-        sampler = InTurn(fleet, beam_shape(), self._mesh, dtype, CONTEXT, seed, channel, bucket_bytes)
+        sampler = InTurn(fleet, beam_shape(), self._mesh, dtype, CONTEXT, seed, channel, bucket_bytes, group_seconds)
         self._samplers.append(sampler)
         return sampler

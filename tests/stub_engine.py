@@ -20,6 +20,7 @@ from beamline.records import Completion, Finish, Key
 from beamline.records.random import uniforms
 from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Memory, Prepared, Started
 from beamline.rollout.vllm.process import attach, serve
+from beamline.transfer.group import Meeting
 from beamline.transfer.plan import Shares
 
 PROGRAM = (sys.executable, str(Path(__file__)))
@@ -81,7 +82,11 @@ class StubEngine:
         self._checksums = [[] for _ in shares]
         return Prepared([[] for _ in shares])
 
-    def fill(self, bucket: int, memory: Sequence[Sequence[bytes]]) -> None:
+    def join(self, meeting: Meeting) -> None:
+        raise NotImplementedError
+
+    def fill(self, bucket: int, memory: Sequence[Sequence[bytes]] | None) -> None:
+        assert memory is not None
         for checksums, given in zip(self._checksums, memory, strict=True):
             checksums.append(zlib.crc32(b"".join(given)))
 

@@ -102,7 +102,7 @@ def megatron_rank(config: RunConfig, folder: Path) -> "Iterator[tuple[Rank, Rank
         alone = distributed.HashStore()  # type: ignore[attr-defined]
         distributed.init_process_group(backend, store=alone, rank=0, world_size=1)
     ranks = None
-    with closing(Lifeline(distributed.get_rank(), mesh.size, _JOINING.total_seconds())):
+    with closing(Lifeline(distributed.get_rank(), mesh.size, _JOINING.total_seconds())) as lifeline:
         try:
             initialize(mesh)
             policy = config.policy
@@ -116,6 +116,7 @@ def megatron_rank(config: RunConfig, folder: Path) -> "Iterator[tuple[Rank, Rank
             if ranks is None or ranks.broken:  # others may be in the middle of something: nobody is waited for
                 distributed.distributed_c10d._abort_process_group()
             else:
+                lifeline.close()
                 parallel_state.destroy_model_parallel()
                 distributed.destroy_process_group()
 

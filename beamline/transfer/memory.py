@@ -104,7 +104,12 @@ def attach(descriptor: bytes) -> SharedMemory:
 
 def visible_gpus() -> list[str]:
     """The UUIDs of the GPUs that this process sees, by its own index."""
-    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    return [gpu_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+
+
+def gpu_of(device: torch.device) -> str:
+    """The UUID of a GPU; empty for any other device."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def memory_for(nbytes: int, device: torch.device, gpus: Collection[str]) -> SharedMemory:
@@ -113,7 +118,7 @@ def memory_for(nbytes: int, device: torch.device, gpus: Collection[str]) -> Shar
     Raises:
         TransferError: the machine has not so much memory left.
     """
-    if device.type == "cuda" and str(torch.cuda.get_device_properties(device).uuid) in gpus:
+    if device.type == "cuda" and gpu_of(device) in gpus:
         return cuda_memory(nbytes, device)
     return host_memory(nbytes)
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from beamline.checkpoint import ShardReader
+from beamline.transfer.group import free_port
 from tests.cluster.test_runs import SETTINGS, lines
 from tests.cluster.test_updates import saved
-from tests.unit.transfer.test_group import free_port
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 150.0  # seconds

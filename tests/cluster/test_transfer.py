@@ -112,12 +112,13 @@ def test_a_sampler_of_the_first_rank_holds_the_bits_of_the_learner(mesh: str, tm
         np.testing.assert_array_equal(found[name], array.astype(np.float32), err_msg=name)
 
 
-def drawn_with_a_kill(learner: Any, folder: Path) -> dict[str, Any]:
+def drawn_with_a_kill(learner: Any, folder: Path, group_seconds: float | None) -> dict[str, Any]:
     """What two engines draw under the weights of an update, before and after one of them was killed."""
     update(learner, batch())
     fleet = Fleet(cpu_launches(folder, 2, mesh=MESH)("float32"), 1, lambda _: None)
     channel = learner._channel
-    with closing(VllmSampler(fleet, beam_shape(), MESH, "float32", CONTEXT, 0, channel, BUCKET_BYTES)) as sampler:
+    settings = "float32", CONTEXT, 0, channel, BUCKET_BYTES, group_seconds
+    with closing(VllmSampler(fleet, beam_shape(), MESH, *settings)) as sampler:
         moves = plan(learner.layout("full"), sampler.layout("full"))
         for version in (1, 2):
             learner.send(moves)
@@ -145,8 +146,12 @@ def drawn_with_a_kill(learner: Any, folder: Path) -> dict[str, Any]:
         }
 
 
-def test_an_engine_that_takes_the_place_of_another_is_given_the_weights_of_all_ranks(tmp_path: Path) -> None:
-    found = run_on("all", drawn_with_a_kill, tmp_path)
+@pytest.mark.parametrize("group_seconds", [None, 60.0])
+def test_an_engine_that_takes_the_place_of_another_is_given_the_weights_of_all_ranks(
+    group_seconds: float | None, tmp_path: Path
+) -> None:
+    """Through memory of the host, and through a group of four learner ranks and the four of an engine."""
+    found = run_on("all", drawn_with_a_kill, tmp_path, group_seconds)
     assert found["difference"] < 1e-5
     assert found["restarts"] == 1
     assert_same_bits(found["before"], found["after"])

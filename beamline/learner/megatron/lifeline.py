@@ -7,6 +7,7 @@ import struct
 import sys
 import threading
 import time
+from contextlib import suppress
 
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store
@@ -43,7 +44,8 @@ class Lifeline:
         """Look no longer: from here on ranks end on their own."""
         self._closed.set()
         for peer in self._peers.values():
-            peer.close()
+            with suppress(OSError):  # the other one has gone already
+                peer.shutdown(socket.SHUT_RDWR)  # which ends the wait of the thread
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:

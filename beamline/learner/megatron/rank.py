@@ -186,7 +186,7 @@ class Rank:
             held, view = views[part.name]
             return view[part.within(held)]
 
-        self._packers[number] = Packer(shares, self.number, view_of, bucket_bytes)
+        self._packers[number] = Packer(shares, self.number, view_of, self._device, bucket_bytes)
         return self._packers[number].rounds
 
     def of_supply(self, number: int, method: str, *arguments: Any) -> Any:

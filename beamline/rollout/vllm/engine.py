@@ -22,6 +22,7 @@ from beamline.records import Completion, Key, Request, Support
 from beamline.records.codec import encode
 from beamline.rollout.routes import RouteError, route_dtype
 from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Memory, Prepared, Started
+from beamline.transfer.group import Meeting
 from beamline.transfer.plan import Shares
 
 _TAGS: dict[Memory, str] = {"weights": "weights", "cache": "kv_cache"}
@@ -127,12 +128,16 @@ class VllmEngine:
         """Have each rank find where its parts go."""
         return Prepared(self._on_ranks("beamline_prepare", [encode(rank) for rank in shares], bucket_bytes))
 
-    def fill(self, bucket: int, memory: Sequence[Sequence[bytes]]) -> None:
+    def join(self, meeting: Meeting) -> None:
+        """Have each rank meet the learner's in a group."""
+        self._on_ranks("beamline_join", encode(meeting))
+
+    def fill(self, bucket: int, memory: Sequence[Sequence[bytes]] | None) -> None:
         """Copy a bucket of each pair of ranks to where its parts belong; the first waits for the batch in flight."""
         if not self._loading:
             self._drain()
             self._loading = True
-        self._on_ranks("beamline_fill", bucket, [list(rank) for rank in memory])
+        self._on_ranks("beamline_fill", bucket, memory if memory is None else [list(rank) for rank in memory])
 
     def finish(self, version: int) -> Loaded:
         """Begin with new weights: nothing that was cached under the old ones is used again.

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from beamline.records import Completion, Key, Request
+from beamline.transfer.group import Meeting
 from beamline.transfer.plan import Shares
 
 Memory = Literal["weights", "cache"]
@@ -53,16 +54,24 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
     bucket_bytes: int
 
 
-class Fill(msgspec.Struct, tag=True, frozen=True):
-    """Take bucket ``bucket`` of every pair of ranks from memory that both see; answered (None) once all are taken.
+class Join(msgspec.Struct, tag=True, frozen=True):
+    """Meet the learner's ranks in a group, through which buckets will come. Answered (None) once all are there."""
 
-    ``memory[r][s]`` describes that of rank r of this engine and rank s of the learner, as
-    :mod:`beamline.transfer.memory` does; it is empty where they have no bucket of this number.
+    number: int
+    meeting: Meeting
+
+
+class Fill(msgspec.Struct, tag=True, frozen=True):
+    """Take bucket ``bucket`` of every pair of ranks; answered (None) once all are taken.
+
+    ``memory[r][s]`` describes memory that rank r of this engine and rank s of the learner both see, as
+    :mod:`beamline.transfer.memory` does; it is empty where they have no bucket of this number. Without any memory the
+    buckets come through the group (:class:`Join`).
     """
 
     number: int
     bucket: int
-    memory: list[list[bytes]]
+    memory: list[list[bytes]] | None
 
 
 class Finish(msgspec.Struct, tag=True, frozen=True):
@@ -90,7 +99,7 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     """End the process. Not answered."""
 
 
-Command: TypeAlias = Start | Submit | Abort | Prepare | Fill | Finish | Sleep | Wake | Stop
+Command: TypeAlias = Start | Submit | Abort | Prepare | Join | Fill | Finish | Sleep | Wake | Stop
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -108,7 +117,10 @@ class Started(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """The GPUs that each rank sees, by UUID: what lies in their memory needs not go through the host's."""
+    """The GPUs that each rank sees, by UUID: what lies in their memory needs not go through the host's.
+
+    The first of a rank's is the one that it computes on.
+    """
 
     gpus: list[list[str]]
 

@@ -35,6 +35,7 @@ from beamline.rollout.vllm.messages import (
 )
 from beamline.rollout.vllm.wire import Inbox, Outbox
 from beamline.tasks.pool_worker import end_with_parent
+from beamline.transfer.group import Meeting
 from beamline.transfer.plan import Shares
 
 SHOW_STACK = signal.SIGUSR1
@@ -64,8 +65,11 @@ class Engine(Protocol):
     def prepare(self, shares: Shares, bucket_bytes: int) -> Prepared:
         """Where each part goes is found once, for all loads to come."""
 
-    def fill(self, bucket: int, memory: Sequence[Sequence[bytes]]) -> None:
-        """Copy a bucket of every pair of ranks to where its parts belong."""
+    def join(self, meeting: Meeting) -> None:
+        """Meet the learner's ranks in a group."""
+
+    def fill(self, bucket: int, memory: Sequence[Sequence[bytes]] | None) -> None:
+        """Copy a bucket of every pair of ranks, out of this memory or out of the group, to where its parts belong."""
 
     def finish(self, version: int) -> Loaded:
         """All buckets are there."""
@@ -111,6 +115,9 @@ class _Service:
                 answer(number, engine.abort(keys))
             case messages.Prepare(number, shares, bucket_bytes):
                 answer(number, engine.prepare(shares, bucket_bytes))
+            case messages.Join(number, meeting):
+                engine.join(meeting)
+                answer(number, None)
             case messages.Fill(number, bucket, memory):
                 engine.fill(bucket, memory)
                 answer(number, None)

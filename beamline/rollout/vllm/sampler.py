@@ -68,6 +68,8 @@ class VllmSampler:
         seed: seed of the run.
         channel: where weights come from.
         bucket_bytes: how many bytes of weights are handed over at a time.
+        group_seconds: longest time that ranks wait for each other in a group through which weights go; None where they
+            go through memory that both sides see.
     """
 
     def __init__(
@@ -80,9 +82,10 @@ class VllmSampler:
         seed: int,
         channel: LocalChannel,
         bucket_bytes: int,
+        group_seconds: float | None = None,
     ) -> None:
         self._fleet, self._shape, self._channel, self._bucket_bytes = fleet, shape, channel, bucket_bytes
-        self._positions, self._seed = positions, seed
+        self._positions, self._seed, self._group_seconds = positions, seed, group_seconds
         self._layout = engine_layout(shape, mesh, dtype)
         self._in_flight: dict[Key, _Flight] = {}
         self._ready: list[Completion] = []
@@ -253,7 +256,8 @@ class VllmSampler:
             size, types = len(self._layout.ranks), {each.name: each.dtype for r in self._layout.ranks for each in r}
             shares = shares_of(plan, source.size, size * len(self._fleet.replicas), types)
             engines = [shares[start : start + size] for start in range(0, len(shares), size)]
-            self._planned = (plan, source, [Delivery(each, source, self._bucket_bytes) for each in engines])
+            settings = self._bucket_bytes, self._group_seconds
+            self._planned = (plan, source, [Delivery(each, source, *settings) for each in engines])
         return self._planned[2]
 
     def _close_deliveries(self) -> None:

@@ -22,7 +22,8 @@ from beamline.rollout.vllm import patches
 from beamline.rollout.vllm.layout import Mesh, placed
 from beamline.transfer.buckets import Copier, buckets, checksum, samples
 from beamline.transfer.dtypes import DTYPE_NAMES
-from beamline.transfer.memory import SharedMemory, attach, visible_gpus
+from beamline.transfer.group import Group, Meeting
+from beamline.transfer.memory import SharedMemory, attach, gpu_of, visible_gpus
 from beamline.transfer.plan import Share
 
 
@@ -35,6 +36,8 @@ class WeightsExtension:
     beamline_loader: "Loader"
     beamline_flags: Tensor | None
     beamline_shared: dict[bytes, SharedMemory]
+    beamline_group: Group | None
+    beamline_buffer: Tensor
 
     def beamline_device(self) -> str:
         """What this rank computes on, as our patches have it."""
@@ -55,11 +58,22 @@ class WeightsExtension:
         table = placed(shape, _mesh(config.parallel_config), rank, DTYPE_NAMES[config.model_config.dtype])
         self._beamline_close()
         self.beamline_loader = Loader(self.model_runner.get_model(), table, given, bucket_bytes)
-        return visible_gpus()
+        own = gpu_of(self.device)
+        return sorted(visible_gpus(), key=lambda gpu: gpu != own)
+
+    def beamline_join(self, meeting: bytes) -> None:
+        """Meet the learner's ranks in a group."""
+        where = decode(meeting, Meeting)
+        self.beamline_group = where.join(where.sources + self._beamline_rank())
+        place = self.device if where.backend == "nccl" else "cpu"
+        self.beamline_buffer = torch.empty(self.beamline_loader.most_bytes, dtype=torch.uint8, device=place)
 
     @torch.no_grad()
-    def beamline_fill(self, bucket: int, memory: Sequence[Sequence[bytes]]) -> None:
+    def beamline_fill(self, bucket: int, memory: Sequence[Sequence[bytes]] | None) -> None:
         """Copy this rank's bucket of each rank of the learner to where its parts belong."""
+        if memory is None:
+            self._beamline_receive(bucket)
+            return
         here = memory[self._beamline_rank()]
         for source, descriptor in enumerate(here):
             if descriptor:
@@ -68,6 +82,15 @@ class WeightsExtension:
                 self.beamline_loader.fill(source, bucket, self.beamline_shared[descriptor].buffer)
         if any(here):
             torch.cuda.synchronize(self.device)  # the senders write other buckets over these
+
+    def _beamline_receive(self, bucket: int) -> None:
+        group = self.beamline_group
+        assert group is not None
+        for source, nbytes in self.beamline_loader.sizes(bucket):
+            buffer = self.beamline_buffer[:nbytes]
+            group.receive(buffer, source)
+            self.beamline_loader.fill(source, bucket, buffer)
+            torch.cuda.synchronize(self.device)  # another is received over it
 
     @torch.no_grad()
     def beamline_finish(self) -> list[int]:
@@ -92,6 +115,9 @@ class WeightsExtension:
         for shared in getattr(self, "beamline_shared", {}).values():
             shared.close()
         self.beamline_shared = {}
+        if (group := getattr(self, "beamline_group", None)) is not None:
+            group.close()
+        self.beamline_group = None
 
     def _beamline_rank(self) -> int:
         rank: int = self.vllm_config.parallel_config.rank
@@ -128,6 +154,15 @@ class Loader:
         self._layers = self._processed(chain.from_iterable(shares))
         self._copiers: dict[tuple[int, int], Copier] = {}
         self._checksums: dict[int, int] = {}
+
+    @property
+    def most_bytes(self) -> int:
+        """Of the largest bucket."""
+        return max((bucket.nbytes for each in self._buckets for bucket in each), default=0)
+
+    def sizes(self, number: int) -> list[tuple[int, int]]:
+        """The ranks of the learner that have a bucket of this number, and how many bytes it has."""
+        return [(s, each[number].nbytes) for s, each in enumerate(self._buckets) if number < len(each)]
 
     def fill(self, source: int, number: int, buffer: Tensor) -> None:
         """Copy one bucket of a rank of the learner; layers that it completes are processed."""

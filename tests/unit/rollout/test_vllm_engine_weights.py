@@ -8,6 +8,7 @@ import pytest
 from beamline.model.layout import TensorSlice
 from beamline.records.codec import encode
 from beamline.rollout.vllm.messages import DeviceMemory, Loaded, Prepared
+from beamline.transfer.group import Meeting
 from tests.tiny_beam import beam_config
 from tests.unit.rollout.fake_vllm import STOP, Bench, Output, PauseState, asked, bench, steps
 
@@ -49,6 +50,14 @@ def test_ranks_are_told_where_weights_come_from_and_say_what_they_hold(one: Benc
         ("beamline_fill", 1, [[b"", b"there"]]),
         ("beamline_finish",),
     ]
+
+
+def test_ranks_are_told_where_they_meet_and_that_buckets_come_from_there(one: Bench) -> None:
+    meeting = Meeting("127.0.0.1", 1234, 2, 3, "gloo", 5.0)
+    one.done()
+    one.engine.join(meeting)
+    one.engine.fill(0, None)
+    assert one.done() == [("beamline_join", encode(meeting)), ("beamline_fill", 0, None)]
 
 
 @pytest.mark.parametrize("before", [PauseState.UNPAUSED, PauseState.PAUSED_NEW])

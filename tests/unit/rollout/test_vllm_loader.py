@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -22,8 +23,10 @@ from beamline.rollout.vllm import worker
 from beamline.rollout.vllm.layout import Mesh, parameters, placed
 from beamline.rollout.vllm.worker import Loader
 from beamline.transfer.buckets import Copier, buckets, checksum, samples
+from beamline.transfer.group import Meeting, free_port
 from beamline.transfer.memory import host_memory
 from beamline.transfer.plan import Share
+from beamline.transfer.source import Packer
 from tests.tiny_beam import beam_config
 from tests.unit.rollout.vllm_meshes import UNEVEN, assembled, checkpoint, name_of, uneven
 
@@ -323,6 +326,52 @@ def test_each_worker_takes_what_is_its_own(
         each._beamline_close()
     for shared in chain.from_iterable(memory):
         shared.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="engines run on Linux")
+def test_workers_receive_from_ranks_that_they_meet_in_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Weights
+) -> None:
+    """Two of the learner, and two workers, each of which waits for all others; and another group after that one."""
+    beam_config(**UNEVEN).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    mesh, sources = Mesh(2), 2
+    ranks = [Rank(mesh, number, 1 << 12, sources=sources) for number in range(mesh.size)]
+    shares = [rank.shares for rank in ranks]
+    place = lambda part: view(weights, part)  # noqa: E731
+    packers = [Packer(shares, source, place, torch.device("cpu"), 1 << 12) for source in range(sources)]
+    workers = [Worker(tmp_path, rank.module, mesh, number) for number, rank in enumerate(ranks)]
+    rounds = max(packer.rounds for packer in packers)
+
+    def send(packer: Packer, meeting: Meeting) -> None:
+        packer.join(meeting)
+        for number in range(rounds):
+            packer.send(number)
+
+    def take(each: Worker, meeting: Meeting) -> list[int]:
+        each.beamline_prepare([encode(rank) for rank in shares], 1 << 12)
+        each.beamline_join(encode(meeting))
+        for number in range(rounds):
+            each.beamline_fill(number, None)
+        return each.beamline_finish()
+
+    for _ in range(2):
+        meeting = Meeting("127.0.0.1", free_port(), sources, sources + mesh.size, "gloo", 60.0)
+        with ThreadPoolExecutor(sources + mesh.size) as pool:
+            sending = [pool.submit(send, packer, meeting) for packer in packers]
+            taking = [pool.submit(take, each, meeting) for each in workers]
+            for each in sending:
+                each.result()
+            found = [each.result() for each in taking]
+        for number, rank in enumerate(ranks):
+            assert found[number] == sent(rank.shares, weights)
+            assert_holds(rank.module, assembled(uneven(), mesh, number, weights))
+        for _, parameter in (pair for rank in ranks for pair in rank.module.named_parameters()):
+            parameter.data.zero_()
+    for worker_ in workers:
+        worker_._beamline_close()
+    for packer in packers:
+        packer.close()
 
 
 def test_a_parameter_that_a_kernel_pads_is_refused_with_both_shapes(weights: Weights) -> None:

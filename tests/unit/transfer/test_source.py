@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory i
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (6, 9), "expert": (4, 3, 5), "bias": (7,), "scalar": ()}
 TYPES: dict[str, DType] = {"matrix": "bfloat16", "expert": "float32", "bias": "float32", "scalar": "float32"}
 BUCKET_BYTES = 64
+CPU = torch.device("cpu")
 
 
 def whole(name: str, seed: int = 0) -> Tensor:
@@ -64,7 +65,7 @@ class Ranks:
         return None
 
     def supply(self, shares: Shares, bucket_bytes: int) -> Supply:
-        self.packers = [Packer(shares, rank, self._view, bucket_bytes) for rank in range(self.size)]
+        self.packers = [Packer(shares, rank, self._view, CPU, bucket_bytes) for rank in range(self.size)]
         rounds = max(packer.rounds for packer in self.packers)
         return Supply(rounds, self._on_ranks, lambda: self._on_ranks("close"))
 
