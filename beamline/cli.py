@@ -12,6 +12,12 @@ from rich.markup import escape
 
 from beamline import __version__
 from beamline.errors import BeamlineError
+from beamline.runtime.launched import first, processes
+
+
+class LaunchError(BeamlineError):
+    """A command that several processes were started for, and that runs in one."""
+
 
 app = typer.Typer(
     name="beamline",
@@ -36,12 +42,16 @@ Overrides = Annotated[
 
 @app.callback(invoke_without_command=True)
 def root(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Reinforcement learning of mixture-of-experts language models, from a laptop to a cluster."""
     if version:
         sys.stdout.write(f"beamline {__version__}\n")
         raise typer.Exit
+    command = context.invoked_subcommand
+    if command not in (None, "train") and processes() > 1:
+        raise LaunchError(f"beamline {command} runs in one process, and torchrun has started {processes()}: start one")
 
 
 @app.command()
@@ -59,17 +69,22 @@ def train(
 
     Example: beamline train recipes/quickstart.yaml seed=1 output=runs/seed1
     """
-    from beamline.config import load_config
+    from beamline.config import ConfigError, Problem, load_config
 
     config = load_config(recipe, overrides or [])
     # Thread pools read these when torch is imported, which is why the import comes after.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(config.runtime.threads)
+    if config.learner.engine != "megatron" and processes() > 1:
+        reason = f"it runs in one process, and torchrun has started {processes()}: use learner=megatron, or no torchrun"
+        raise ConfigError([Problem(reason, "learner.engine", config.learner.engine)])
     if dry_run:
+        if not first():
+            return
         from beamline.runtime.preview import preview
 
         Console(soft_wrap=True, emoji=False).print(preview(config), highlight=False, markup=False)
         return
-    if config.learner.engine == "megatron" and os.environ.get("RANK", "0") != "0":  # torchrun numbers its processes
+    if not first():
         from beamline.runtime.engines import model_folder
         from beamline.runtime.megatron import serve
 

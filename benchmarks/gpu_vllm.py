@@ -40,6 +40,7 @@ from beamline.starter import STARTER
 from beamline.tasks.arithmetic import generate
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
+from beamline.transfer.source import Tensors
 from benchmarks.harness import Summary, machine, parser
 
 REQUESTS, PROMPT, RESPONSE, SAMPLES = 512, 64, 256, 8
@@ -101,9 +102,9 @@ def started(rollout: RolloutConfig, folder: Path, positions: int) -> tuple[VllmS
     return sampler, channel, time.monotonic() - began
 
 
-def give(sampler: VllmSampler, channel: LocalChannel, moves: Any, tensors: Any, version: int) -> float:
+def give(sampler: VllmSampler, channel: LocalChannel, moves: Any, source: Tensors, version: int) -> float:
     """Seconds of a load."""
-    channel.send(moves, tensors)
+    channel.send(moves, source)
     torch.cuda.synchronize()
     began = time.monotonic()
     sampler.receive(moves, version, unfinished="abort")
@@ -194,10 +195,11 @@ def loads(sampler: VllmSampler, channel: LocalChannel, module: nn.Module) -> dic
     """Loading every weight in place, and whether the same weights change anything."""
     tensors, moves = named_tensors(module), plan(module_layout(module), sampler.layout("full"))
     size = sum(tensor.nbytes for tensor in tensors.values())
-    seconds = [give(sampler, channel, moves, tensors, version) for version in range(6)]
+    source = Tensors(tensors)
+    seconds = [give(sampler, channel, moves, source, version) for version in range(6)]
     probe = large_requests(99)[:SAMPLES]
     before = run(sampler, probe)
-    seconds.append(give(sampler, channel, moves, tensors, 7))
+    seconds.append(give(sampler, channel, moves, source, 7))
     again = run(sampler, probe)
     rate = copy_rate()
     limit = 0.2 + size / (0.3 * rate)
@@ -217,7 +219,7 @@ def loads(sampler: VllmSampler, channel: LocalChannel, module: nn.Module) -> dic
 
 def naps(sampler: VllmSampler, channel: LocalChannel, module: nn.Module) -> dict[str, Any]:
     """Sleep without anything, wake, load, draw; ten times."""
-    tensors, moves = named_tensors(module), plan(module_layout(module), sampler.layout("full"))
+    source, moves = Tensors(named_tensors(module)), plan(module_layout(module), sampler.layout("full"))
     device, host, slept, woke, asleep = [], [], [], [], []
     for nap in range(NAPS + 1):
         sampler.sleep(2)
@@ -226,7 +228,7 @@ def naps(sampler: VllmSampler, channel: LocalChannel, module: nn.Module) -> dict
         asleep.append(sampler.memory.after)
         sampler.wake(["weights"])
         woke.append(sampler.memory.seconds)
-        give(sampler, channel, moves, tensors, 100 + nap)
+        give(sampler, channel, moves, source, 100 + nap)
         sampler.wake(["cache"])
         woke[-1] += sampler.memory.seconds
         run(sampler, large_requests(200 + nap)[:SAMPLES])
@@ -255,7 +257,7 @@ def agreement(rollout: RolloutConfig) -> tuple[dict[str, Any], float]:
     sampler, channel, seconds = started(rollout, STARTER, 112)
     module = model.load(STARTER, "float32")
     moves = plan(module_layout(module), sampler.layout("full"))
-    give(sampler, channel, moves, named_tensors(module), 0)
+    give(sampler, channel, moves, Tensors(named_tensors(module)), 0)
     chat = BeamChat(STARTER, {})
     problems = [chat.prompt_ids(problem.messages) for problem in generate(0, "train", 64, [3])]
     asked = [

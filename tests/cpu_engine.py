@@ -8,7 +8,9 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -19,13 +21,15 @@ from beamline.model.beam import BeamShape
 from beamline.model.layout import TensorSlice
 from beamline.records import Completion, Key
 from beamline.rollout.local import LocalSampler, Numerics
-from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Memory, Started
+from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Memory, Prepared, Started
 from beamline.rollout.vllm.process import attach, serve
-from beamline.transfer.buckets import Copier, buckets, checksum, sample
+from beamline.transfer.buckets import Bucket, Copier, buckets, checksum, samples
 from beamline.transfer.dtypes import TORCH_DTYPES
+from beamline.transfer.group import Group, Meeting
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.memory import attach as attach_memory
-from beamline.transfer.plan import plan
+from beamline.transfer.plan import Shares, plan
+from beamline.transfer.source import Tensors
 from tests.stub_engine import FAULTS, MEMORY
 
 PROGRAM = (sys.executable, str(Path(__file__)))
@@ -60,8 +64,10 @@ class CpuEngine:
         }
         self._asked: dict[Key, Key] = {}
         self._awake = set[Memory](get_args(Memory))
-        self._parts: list[list[TensorSlice]] = []
-        self._copiers: list[list[Copier]] = []
+        self._shares: Shares = []
+        self._buckets: list[list[list[Bucket]]] = []
+        self._copiers: list[list[list[Copier]]] = []
+        self._groups: list[Group] = []
         self._loading, self._may_step = False, True
         self.started = Started({"torch": str(torch.__version__)}, "cpu", SLOTS * positions, 0.0)
 
@@ -85,34 +91,56 @@ class CpuEngine:
     def abort(self, keys: Collection[Key]) -> list[Completion]:
         return self._renamed(self._sampler.abort([mine for mine, key in self._asked.items() if key in keys]))
 
-    def prepare(self, parts: Sequence[Sequence[TensorSlice]], bucket_bytes: int) -> None:
-        self._parts = [list(rank) for rank in parts]
-        self._copiers = [[Copier(each, self._place) for each in buckets(rank, bucket_bytes)] for rank in parts]
+    def prepare(self, shares: Shares, bucket_bytes: int) -> Prepared:
+        self._shares = shares
+        self._buckets = [[buckets(share, bucket_bytes) for share in rank] for rank in shares]
+        self._copiers = [[[Copier(each, self._place) for each in cut] for cut in rank] for rank in self._buckets]
+        return Prepared([[] for _ in shares])
 
-    def fill(self, bucket: int, memory: Sequence[bytes]) -> None:
+    def join(self, meeting: Meeting) -> None:
+        numbers = range(meeting.sources, meeting.size)
+        with ThreadPoolExecutor(len(numbers)) as pool:  # each waits for all
+            self._groups = list(pool.map(meeting.join, numbers))
+
+    def fill(self, bucket: int, memory: Sequence[Sequence[bytes]] | None) -> None:
         if not self._loading:
             for each in self._arrived.values():
                 each.fill_(torch.nan)  # what does not arrive is noticed
         self._loading = True
         self._fail("fill")
-        for copiers, descriptor in zip(self._copiers, memory, strict=True):
+        if memory is None:
+            self._receive(bucket)
+            return
+        pairs = (zip(*rank, strict=True) for rank in zip(self._copiers, memory, strict=True))
+        for copiers, descriptor in chain.from_iterable(pairs):
             assert bool(descriptor) == (bucket < len(copiers)), f"bucket {bucket} of {len(copiers)}"
             if descriptor:
                 shared = attach_memory(descriptor)
                 copiers[bucket].unpack(shared.buffer)
                 shared.close()
 
+    def _receive(self, number: int) -> None:
+        for group, of_rank, copiers in zip(self._groups, self._buckets, self._copiers, strict=True):
+            for source, cut in enumerate(of_rank):
+                if number < len(cut):
+                    buffer = torch.empty(cut[number].nbytes, dtype=torch.uint8)
+                    group.receive(buffer, source)
+                    copiers[source][number].unpack(buffer)
+
     def finish(self, version: int) -> Loaded:
         self._fail("finish")
         if self._options.fault == "garble":
             self._arrived[GARBLED].zero_()
         moves = plan(self._layout, self._layout)
-        self._channel.send(moves, self._arrived)
+        self._channel.send(moves, Tensors(self._arrived))
         self._sampler.receive(moves, version, "keep")
         self._loading = False
         held = cast(Any, self._sampler)._decoder.named
         return Loaded(
-            [[checksum(held[part.name][part.index], part.dtype) for part in sample(rank)] for rank in self._parts]
+            [
+                [checksum(held[part.name][part.index], part.dtype) for part in chain.from_iterable(samples(rank))]
+                for rank in self._shares
+            ]
         )
 
     def sleep(self, level: int) -> DeviceMemory:

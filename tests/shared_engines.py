@@ -18,6 +18,7 @@ from beamline.rollout.vllm.sampler import VllmSampler
 from beamline.runtime.vllm import say
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
+from beamline.transfer.source import Tensors
 from tests.contract.engines import PairBench, SamplerBench, Unfinished, torch_learner
 from tests.tiny_beam import CONTEXT, beam_shape
 
@@ -106,16 +107,17 @@ class SharedEngines:
         lora: LoraShape | None = None,
         dtype: DType = "float32",
         bucket_bytes: int = BUCKET_BYTES,
+        group_seconds: float | None = None,
     ) -> SamplerBench:
         """Slots and threads are the engine's own affair."""
         if lora is not None:
             pytest.skip("vLLM serves no adapters of Beam yet")
         channel = LocalChannel()
-        sampler = self._new(seed, channel, dtype, bucket_bytes)
+        sampler = self._new(seed, channel, dtype, bucket_bytes, group_seconds)
 
         def give(module: nn.Module, version: int, unfinished: Unfinished) -> None:
             moves = plan(module_layout(module), sampler.layout("full"))
-            channel.send(moves, named_tensors(module))
+            channel.send(moves, Tensors(named_tensors(module)))
             sampler.take_turn()
             sampler.receive(moves, version, unfinished)
 
@@ -148,8 +150,10 @@ class SharedEngines:
         for fleet in self._fleets.values():
             fleet.close()
 
-    def _new(self, seed: int, channel: LocalChannel, dtype: DType, bucket_bytes: int) -> InTurn:
+    def _new(
+        self, seed: int, channel: LocalChannel, dtype: DType, bucket_bytes: int, group_seconds: float | None = None
+    ) -> InTurn:
         fleet = self.fleet(dtype)
-        sampler = InTurn(fleet, beam_shape(), self._mesh, dtype, CONTEXT, seed, channel, bucket_bytes)
+        sampler = InTurn(fleet, beam_shape(), self._mesh, dtype, CONTEXT, seed, channel, bucket_bytes, group_seconds)
         self._samplers.append(sampler)
         return sampler

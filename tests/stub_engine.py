@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from beamline.model.layout import TensorSlice
 from beamline.records import Completion, Finish, Key
 from beamline.records.random import uniforms
-from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Memory, Started
+from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Memory, Prepared, Started
 from beamline.rollout.vllm.process import attach, serve
+from beamline.transfer.group import Meeting
+from beamline.transfer.plan import Shares
 
 PROGRAM = (sys.executable, str(Path(__file__)))
 VOCABULARY, LAYERS, EXPERTS = 64, 2, 4
@@ -77,12 +78,17 @@ class StubEngine:
     def abort(self, keys: Collection[Key]) -> list[Completion]:
         return [self._end(key, "abort") for key in keys if key in self._open]
 
-    def prepare(self, parts: Sequence[Sequence[TensorSlice]], bucket_bytes: int) -> None:
-        self._checksums = [[] for _ in parts]
+    def prepare(self, shares: Shares, bucket_bytes: int) -> Prepared:
+        self._checksums = [[] for _ in shares]
+        return Prepared([[] for _ in shares])
 
-    def fill(self, bucket: int, memory: Sequence[bytes]) -> None:
+    def join(self, meeting: Meeting) -> None:
+        raise NotImplementedError
+
+    def fill(self, bucket: int, memory: Sequence[Sequence[bytes]] | None) -> None:
+        assert memory is not None
         for checksums, given in zip(self._checksums, memory, strict=True):
-            checksums.append(zlib.crc32(given))
+            checksums.append(zlib.crc32(b"".join(given)))
 
     def finish(self, version: int) -> Loaded:
         self._version = version

@@ -123,6 +123,9 @@ class VllmConfig(Section):
     """Share of each GPU's memory for weights, activations and cache."""
     max_sequences: Positive = 512
     """Sequences that decode together in a replica."""
+    weights: Literal["shared", "group"] = "shared"
+    """How new weights come from the learner's ranks: `shared`, through memory that both sides see, on the GPU where
+    they share one and else of the host; `group`, by NCCL from GPU to GPU, for a learner that has GPUs of its own."""
     bucket_mb: Annotated[int, Field(ge=1, le=4096)] = 256
     """Weights handed over at a time, in MiB; this much memory is held twice while they arrive."""
     start_seconds: Annotated[float, Field(gt=0)] = 1800.0

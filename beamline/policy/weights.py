@@ -4,7 +4,7 @@ In memory the module stacks experts (``experts.gate_up_proj [E, 2 I, D]``); the 
 optimizer's files name each expert's matrices. Nothing is copied to go from one to the other.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
@@ -48,11 +48,6 @@ def module_layout(module: nn.Module) -> Layout:
     """The layout of a model, or of its adapters, that one rank holds whole."""
     tensors = named_tensors(module)
     return Layout((tuple(TensorSlice.whole(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items()),))
-
-
-def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of the first tensor that holds a value that is not finite."""
-    return next((name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())), None)
 
 
 def raw(tensor: Tensor) -> Tensor:

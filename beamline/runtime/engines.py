@@ -35,6 +35,7 @@ from beamline.runtime.vllm import mesh, require_vllm, vllm_sampler
 from beamline.starter import STARTERS
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import TransferPlan, plan
+from beamline.transfer.source import Tensors
 
 DTYPE: DType = "float32"  # of exported weights: exactly those that were trained
 
@@ -267,7 +268,7 @@ def _give(sampler: Sampler, channel: LocalChannel, module: nn.Module, version: i
     kinds: list[tuple[WeightKind, nn.Module]] = [("full", module)]
     for kind, weights in kinds if adapters is None else [*kinds, ("adapter", adapters)]:
         moves = plan(module_layout(weights), sampler.layout(kind))
-        channel.send(moves, named_tensors(weights))
+        channel.send(moves, Tensors(named_tensors(weights)))
         sampler.receive(moves, version, unfinished="abort")
 
 

@@ -1,8 +1,9 @@
 """Building the learner over Megatron-Core for a run: this rank's part of it, and serving where it is not the first."""
 
 import os
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,9 @@ from beamline.config import ConfigError, Problem
 from beamline.config.schema import RunConfig
 from beamline.learner.megatron.mesh import Mesh, check_mesh, mesh_of
 from beamline.model.beam import BeamShape
+from beamline.runtime.determinism import make_deterministic
+from beamline.runtime.interrupt import Interrupt
+from beamline.runtime.launched import processes
 from beamline.transfer.local import LocalChannel
 
 if TYPE_CHECKING:  # Megatron-Core is imported where it is used
@@ -21,6 +25,7 @@ if TYPE_CHECKING:  # Megatron-Core is imported where it is used
 
 DEVICE = "cuda"  # that Megatron-Core is made for
 _BETWEEN_CALLS = timedelta(days=1)  # longest time that the first rank samples, grades or evaluates
+_JOINING = timedelta(minutes=5)  # longest time from the first process of the group to the last
 _IN_A_CALL = timedelta(minutes=30)  # longest time that ranks wait for each other in an update
 
 
@@ -28,25 +33,31 @@ def mesh_of_run(config: RunConfig) -> Mesh:
     """How the processes that torchrun has started share the model.
 
     Raises:
+        ConfigError: torchrun has not started any, and one does not do.
         ModelError: their number and ``learner.parallel`` do not fit together.
     """
     parallel = config.learner.parallel
-    return mesh_of(int(os.environ.get("WORLD_SIZE", "1")), parallel.tp, parallel.ep, parallel.pp)
+    least = parallel.tp * parallel.pp
+    if least > 1 and "WORLD_SIZE" not in os.environ:
+        reason = f"start {least} processes or a multiple: torchrun --nproc-per-node {least} -m beamline train ..."
+        raise ConfigError([Problem(reason, "learner.parallel", f"tp={parallel.tp} pp={parallel.pp}")])
+    return mesh_of(processes(), parallel.tp, parallel.ep, parallel.pp)
 
 
 def check_megatron(config: RunConfig, shape: BeamShape) -> None:
     """Ask whether a model can be trained by these processes, before anything is loaded.
 
     Raises:
-        ConfigError: there are several of them.
+        ConfigError: they are not all on this machine.
         ModelError: the model cannot be cut like this.
     """
     mesh = mesh_of_run(config)
     check_mesh(shape, mesh)
-    if mesh.size > 1:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size))
+    if here != mesh.size:
         reason = (
-            "the Megatron learner of several ranks cannot hand its weights to a sampler yet: start one process, with "
-            "tp=1, ep=1 and pp=1"
+            f"{here} of {mesh.size} ranks are on this machine, and weights cannot be handed from one machine to "
+            "another yet: start all of them on one (torchrun --nnodes 1)"
         )
         raise ConfigError([Problem(reason, "learner.parallel")])
 
@@ -76,6 +87,7 @@ def megatron_rank(config: RunConfig, folder: Path) -> "Iterator[tuple[Rank, Rank
     from torch import distributed
     from transformers import BeamConfig
 
+    from beamline.learner.megatron.lifeline import Lifeline
     from beamline.learner.megatron.model import Stage, initialize
     from beamline.learner.megatron.rank import Rank
     from beamline.learner.megatron.ranks import Ranks
@@ -89,16 +101,24 @@ def megatron_rank(config: RunConfig, folder: Path) -> "Iterator[tuple[Rank, Rank
     else:
         alone = distributed.HashStore()  # type: ignore[attr-defined]
         distributed.init_process_group(backend, store=alone, rank=0, world_size=1)
-    try:
-        initialize(mesh)
-        policy = config.policy
-        stage = Stage(BeamConfig.from_pretrained(folder), mesh, policy.dtype, device, policy.activation_checkpointing)
-        stage.read(folder)
-        rank = Rank(stage, mesh, config.learner, policy.head_chunk_rows)
-        yield rank, Ranks(rank, _BETWEEN_CALLS.total_seconds()), mesh
-    finally:
-        parallel_state.destroy_model_parallel()
-        distributed.destroy_process_group()
+    ranks = None
+    with closing(Lifeline(distributed.get_rank(), mesh.size, _JOINING.total_seconds())) as lifeline:
+        try:
+            initialize(mesh)
+            policy = config.policy
+            model_config, recompute = BeamConfig.from_pretrained(folder), policy.activation_checkpointing
+            stage = Stage(model_config, mesh, policy.dtype, device, recompute)
+            stage.read(folder)
+            rank = Rank(stage, mesh, config.learner, policy.head_chunk_rows)
+            ranks = Ranks(rank, _BETWEEN_CALLS.total_seconds())
+            yield rank, ranks, mesh
+        finally:
+            if ranks is None or ranks.broken:  # others may be in the middle of something: nobody is waited for
+                distributed.distributed_c10d._abort_process_group()
+            else:
+                lifeline.close()
+                parallel_state.destroy_model_parallel()
+                distributed.destroy_process_group()
 
 
 @contextmanager
@@ -109,15 +129,21 @@ def megatron_learner(config: RunConfig, folder: Path, channel: LocalChannel) -> 
     with megatron_rank(config, folder) as (rank, ranks, mesh):
         try:
             yield MegatronLearner(rank, ranks, mesh, channel)
-        except BaseException:
-            with suppress(RuntimeError):  # a rank that has ended is not why this one does
-                ranks.stop()
-            raise
-        ranks.stop()
+        finally:
+            ranks.stop()
 
 
 def serve(config: RunConfig, folder: Path) -> None:
-    """What every rank but the first does: as it says, until it says stop."""
+    """What every rank but the first does: as it says, until it says stop.
+
+    Signals are for the first rank to decide about: launchers send them to all, and it has a step to finish with these.
+
+    Raises:
+        RankFailedError: the first rank has ended without a word.
+    """
     check_megatron(config, BeamShape.from_folder(folder))
+    make_deterministic(config.runtime.threads)
     with megatron_rank(config, folder) as (_, ranks, _):
+        for number in Interrupt.signals:
+            signal.signal(number, signal.SIG_IGN)
         ranks.serve()

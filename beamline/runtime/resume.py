@@ -50,6 +50,7 @@ _FREE = (
     "rollout.vllm.start_seconds",
     "rollout.vllm.tensor_parallel",
     "rollout.vllm.token_seconds",
+    "rollout.vllm.weights",
     "algorithm.guard",
     "runtime",
 )

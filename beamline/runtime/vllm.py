@@ -85,7 +85,8 @@ def vllm_sampler(
     ]
     fleet = Fleet(launches, rollout.vllm.max_restarts, say)
     bucket_bytes = rollout.vllm.bucket_mb << 20
-    return VllmSampler(fleet, shape, mesh(rollout), rollout.vllm.dtype, positions, seed, channel, bucket_bytes)
+    seconds = rollout.vllm.token_seconds if rollout.vllm.weights == "group" else None
+    return VllmSampler(fleet, shape, mesh(rollout), rollout.vllm.dtype, positions, seed, channel, bucket_bytes, seconds)
 
 
 def say(line: str) -> None:

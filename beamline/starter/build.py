@@ -35,6 +35,7 @@ from beamline.starter.lessons import COURSES, Lesson
 from beamline.starter.tokenizer import vocab_size, write_tokenizer
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
+from beamline.transfer.source import Tensors
 
 _RESPONSE_LIMIT = 96
 _SAMPLING_SECONDS = 600.0  # the longest wait for the next response of a check
@@ -217,7 +218,7 @@ def sampled_accuracy(module: nn.Module, chat: BeamChat, lessons: Sequence[Lesson
     shape = BeamShape.from_config(config.to_dict())
     sampler = LocalSampler(shape, Numerics(), theta, 256, longest + _RESPONSE_LIMIT, seed, channel)
     weights = plan(module_layout(module), sampler.layout("full"))
-    channel.send(weights, named_tensors(module))
+    channel.send(weights, Tensors(named_tensors(module)))
     sampler.receive(weights, 0, "keep")
     params = SamplingParams(_RESPONSE_LIMIT, stop_ids=chat.stop_ids)
     job = Job("eval", 0, [lesson.problem for lesson in lessons], 1, params)

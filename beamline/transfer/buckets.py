@@ -13,6 +13,7 @@ from beamline.model.layout import DType, TensorSlice
 from beamline.transfer.dtypes import TORCH_DTYPES
 
 _ALIGNMENT = 16  # bytes; where another type begins, so that the buffer can be looked at as that type
+_SAMPLED_PARTS = 64
 _SAMPLED_ELEMENTS = 1 << 14  # of a part in a sample
 _CHECKSUM_ELEMENTS = 1 << 24  # of a large part, so many are brought to the host at a time
 
@@ -200,10 +201,17 @@ class Copier:
             )
 
 
-def sample(parts: Sequence[TensorSlice], most: int = 64) -> list[TensorSlice]:
-    """A fixed sample of the parts: the beginnings of the first, the last and others evenly between, ``most`` at most.
+def samples(rank: Sequence[Sequence[TensorSlice]]) -> list[list[TensorSlice]]:
+    """A fixed sample of what a destination rank is given, some 64 parts in all, by source rank.
 
-    Both sides hold their checksums against each other.
+    Both sides hold their checksums against each other. Every source that gives anything is in it.
+    """
+    givers = sum(map(bool, rank))
+    return [sample(share, max(2, _SAMPLED_PARTS // givers)) if share else [] for share in rank]
+
+
+def sample(parts: Sequence[TensorSlice], most: int) -> list[TensorSlice]:
+    """The beginnings of the first part, the last and others evenly between, ``most`` at most.
 
     Raises:
         ValueError: ``most`` leaves no room for the first and the last.

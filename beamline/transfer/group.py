@@ -1,14 +1,44 @@
 """Buckets from rank to rank between processes that live apart: a process group of its own, beside any other."""
 
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
+import msgspec
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
 from beamline.transfer.plan import TransferError
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """Where ranks of a source and of a destination meet, as arguments of :func:`connect`.
+
+    The first ``sources`` numbers of the group are those of the source, the others those of the destination.
+    """
+
+    address: str
+    port: int
+    sources: int
+    size: int
+    backend: Literal["gloo", "nccl"]
+    seconds: float
+
+    def join(self, number: int) -> "Group":
+        """Meet the others as rank ``number`` of all.
+
+        Raises:
+            TransferError: they are not there in time.
+        """
+        return connect(self.address, self.port, number, self.size, self.backend, self.seconds)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def connect(

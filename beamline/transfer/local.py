@@ -1,24 +1,25 @@
-"""The executor within one process: the sender lays references down, the receiver copies."""
+"""Joins a learner and a sampler whose first ranks are one process: one lays down what it offers, the other takes it."""
 
 from collections.abc import Mapping
 
 from torch import Tensor
 
 from beamline.transfer.plan import TransferError, TransferPlan
+from beamline.transfer.source import Source
 
 
 class LocalChannel:
-    """Joins a learner and a sampler of one process; both engines hold the whole model as rank 0."""
+    """What the learner of this process has sent, until the sampler of this process takes it."""
 
     def __init__(self) -> None:
-        self._sent: tuple[TransferPlan, Mapping[str, Tensor]] | None = None
+        self._sent: tuple[TransferPlan, Source] | None = None
 
-    def send(self, plan: TransferPlan, tensors: Mapping[str, Tensor]) -> None:
-        """Offer the tensors that the plan takes slices of; nothing is copied until they are received."""
-        self._sent = (plan, tensors)
+    def send(self, plan: TransferPlan, source: Source) -> None:
+        """Offer what the plan takes slices of; nothing is copied until it is received."""
+        self._sent = (plan, source)
 
-    def take(self, plan: TransferPlan) -> Mapping[str, Tensor]:
-        """The tensors that were offered under this plan, once.
+    def take(self, plan: TransferPlan) -> Source:
+        """What was offered under this plan, once.
 
         Raises:
             TransferError: nothing was sent, or under another plan.
@@ -37,7 +38,4 @@ class LocalChannel:
         Raises:
             TransferError: nothing was sent, or under another plan.
         """
-        source = self.take(plan)
-        for move in plan.moves:
-            name, index = move.part.name, move.part.index
-            tensors[name][index].copy_(source[name][index])
+        self.take(plan).copy(plan, tensors)

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from collections.abc import Collection
 from typing import Protocol
 
 import msgspec
@@ -101,6 +102,27 @@ def attach(descriptor: bytes) -> SharedMemory:
     return _Memory(_host_buffer(place) if isinstance(place, _OnHost) else _cuda_buffer(place), place)
 
 
+def visible_gpus() -> list[str]:
+    """The UUIDs of the GPUs that this process sees, by its own index."""
+    return [gpu_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+
+
+def gpu_of(device: torch.device) -> str:
+    """The UUID of a GPU; empty for any other device."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def memory_for(nbytes: int, device: torch.device, gpus: Collection[str]) -> SharedMemory:
+    """Memory on ``device`` if that is one of ``gpus``, which the other process sees; else memory of the host.
+
+    Raises:
+        TransferError: the machine has not so much memory left.
+    """
+    if device.type == "cuda" and gpu_of(device) in gpus:
+        return cuda_memory(nbytes, device)
+    return host_memory(nbytes)
+
+
 class _Memory:
     """``file`` is what the owner of host memory keeps open for others to attach."""
 
@@ -147,7 +169,7 @@ def _host_buffer(place: _OnHost) -> Tensor:
 
 def _cuda_buffer(place: _OnCuda) -> Tensor:
     """The same allocation under this process's own index of the GPU, as vLLM's IPC weight transfer maps it."""
-    seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    seen = visible_gpus()
     if place.uuid not in seen:
         raise TransferError(
             f"the shared memory is on GPU {place.uuid}, and this process sees {seen}: both sides must be given the "

@@ -1,11 +1,17 @@
 """Who sends what to whom: every destination slice is covered by source slices, and nothing is gathered whole."""
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import prod
 
 from beamline.errors import BeamlineError
-from beamline.model.layout import Layout, TensorSlice
+from beamline.model.layout import DType, Layout, TensorSlice
+
+Share = list[TensorSlice]
+"""What one rank of the source gives to one rank of the destination, in order, in the types that go over the wire."""
+Shares = list[list[Share]]
+"""``shares[d][s]`` is what destination rank d is given by source rank s; empty where that is nothing."""
 
 
 class TransferError(BeamlineError, ValueError):
@@ -46,6 +52,14 @@ def plan(source: Layout, destination: Layout) -> TransferPlan:
         for wanted in slices:
             moves.extend(_cover(wanted, rank, holders[wanted.name], sent))
     return TransferPlan(tuple(moves))
+
+
+def shares_of(plan: TransferPlan, sources: int, destinations: int, types: Mapping[str, DType]) -> Shares:
+    """What each pair of ranks has to do with each other, in the order of the plan; ``types`` are the destination's."""
+    shares: Shares = [[[] for _ in range(sources)] for _ in range(destinations)]
+    for move in plan.moves:
+        shares[move.destination][move.source].append(replace(move.part, dtype=types[move.part.name]))
+    return shares
 
 
 def _cover(

@@ -20,6 +20,7 @@ from beamline.rollout.local import LocalSampler, Numerics
 from beamline.rollout.sampler import Sampler
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
+from beamline.transfer.source import Tensors
 from tests.adapters import random_adapters
 from tests.tiny_beam import CONTEXT, THETA, beam_shape
 
@@ -99,7 +100,7 @@ def local_sampler(
 
     def give(module: nn.Module, version: int, unfinished: Unfinished) -> None:
         moves = plan(module_layout(module), sampler.layout("adapter" if isinstance(module, Adapters) else "full"))
-        channel.send(moves, named_tensors(module))
+        channel.send(moves, Tensors(named_tensors(module)))
         sampler.receive(moves, version, unfinished)
 
     if weights is not None:

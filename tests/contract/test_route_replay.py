@@ -20,6 +20,7 @@ from beamline.rollout.collect import joined, to_rollout
 from beamline.rollout.local import LocalSampler, Numerics
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
+from beamline.transfer.source import Tensors
 from tests.adapters import random_routes
 from tests.contract.engines import LearnerFactory, PairBench, PairFactory
 from tests.contract.forcing import (
@@ -350,7 +351,7 @@ def rounded_sampler(module: nn.Module) -> LocalSampler:
     channel = LocalChannel()
     sampler = LocalSampler(beam_shape(), Numerics("bfloat16"), THETA, 16, CONTEXT, 0, channel)
     moves = plan(module_layout(module), sampler.layout("full"))
-    channel.send(moves, named_tensors(module))
+    channel.send(moves, Tensors(named_tensors(module)))
     sampler.receive(moves, 1, "keep")
     return sampler
 

@@ -20,6 +20,7 @@ from beamline.rollout.vllm.sampler import VllmSampler
 from beamline.runtime.vllm import mesh, say
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
+from beamline.transfer.source import Tensors
 from tests.contract.sampling import run
 from tests.gpu.engines import launch, launch_on_one_device
 from tests.gpu.test_vllm_weights import POSITIONS, SIZES
@@ -53,7 +54,7 @@ def start(folder: Path, shared: bool, spread: dict[str, Any]) -> VllmSampler:
 
 def give(sampler: VllmSampler, module: torch.nn.Module) -> None:
     moves = plan(module_layout(module), sampler.layout("full"))
-    sampler._channel.send(moves, named_tensors(module))
+    sampler._channel.send(moves, Tensors(named_tensors(module)))
     sampler.receive(moves, 1, unfinished="abort")
 
 

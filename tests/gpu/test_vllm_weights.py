@@ -25,6 +25,7 @@ from beamline.rollout.vllm.sampler import VllmSampler
 from beamline.runtime.vllm import say
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
+from beamline.transfer.source import Tensors
 from tests.gpu.engines import launch
 from tests.tiny_beam import random_beam, reference, teacher_forced
 
@@ -100,7 +101,7 @@ def given(fleet: Fleet, module: torch.nn.Module, bucket_bytes: int = 1 << 16) ->
     shape = BeamShape.from_config(module.config.to_dict())  # type: ignore[union-attr, operator]
     sampler = VllmSampler(fleet, shape, Mesh(), "bfloat16", POSITIONS, 0, channel, bucket_bytes)
     moves = plan(module_layout(module), sampler.layout("full"))
-    channel.send(moves, named_tensors(module))
+    channel.send(moves, Tensors(named_tensors(module)))
     sampler.receive(moves, 1, unfinished="abort")
 
 

@@ -18,6 +18,7 @@ from beamline.learner.megatron.layout import learner_layout
 from beamline.learner.megatron.mesh import Mesh
 from beamline.learner.megatron.rank import Evaluated, Rank, Trained
 from beamline.learner.megatron.ranks import Ranks
+from beamline.learner.megatron.source import RanksSource
 from beamline.learner.planning import Plan, evaluated, needs_old, plan
 from beamline.learner.update import compared_of, guard_mismatch
 from beamline.model.beam import tensors
@@ -26,7 +27,7 @@ from beamline.policy.model import check_saved
 from beamline.records import Experience
 from beamline.transfer.dtypes import DTYPE_NAMES
 from beamline.transfer.local import LocalChannel
-from beamline.transfer.plan import TransferError, TransferPlan
+from beamline.transfer.plan import TransferPlan
 
 Floats = NDArray[np.float32]
 
@@ -56,10 +57,10 @@ class MegatronLearner:
     """
 
     def __init__(self, rank: Rank, ranks: Ranks, mesh: Mesh, channel: LocalChannel) -> None:
-        self._rank, self._ranks, self._mesh, self._channel = rank, ranks, mesh, channel
+        self._rank, self._ranks, self._channel = rank, ranks, channel
         stage = rank.stage
         self._layout = learner_layout(stage.shape, mesh, DTYPE_NAMES[stage.config.params_dtype])
-        self._named = {each.part.name: view for each, view in stage.placed()}
+        self._offered = RanksSource(ranks, mesh.size)
 
     def forward(
         self,
@@ -112,7 +113,8 @@ class MegatronLearner:
                 check_ratio(learned.logprobs, np.concatenate(verified))
             guard_mismatch(loss, compared)
         except (FloatingPointError, RuntimeError):
-            self._ranks.call("forget")
+            if not self._ranks.broken:
+                self._ranks.call("forget")
             raise
         norm = self._ranks.call("apply")[0]
         return StepStats(total, norm, lr, planned.counted_tokens, planned.kept_tokens, compared, learned)
@@ -133,14 +135,8 @@ class MegatronLearner:
         return self._layout
 
     def send(self, plan: TransferPlan) -> None:
-        """Offer weights to the sampler of this process.
-
-        Raises:
-            TransferError: there are several ranks, whose weights do not pass through one process.
-        """
-        if self._mesh.size > 1:
-            raise TransferError("weights of several ranks cannot be handed to a sampler yet: use one")
-        self._channel.send(plan, self._named)
+        """Offer the weights of all ranks to the sampler of this process, which asks each for its own."""
+        self._channel.send(plan, self._offered)
 
     def save(self, writer: ShardWriter) -> None:
         """Write what is trained, moments and the number of updates; each rank writes what it owns.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,8 @@ from beamline.policy.device import on_device
 from beamline.policy.model import saved
 from beamline.policy.weights import raw
 from beamline.records import Batch, Experience, pack
+from beamline.transfer.plan import Shares
+from beamline.transfer.source import Packer, first_not_finite
 
 Floats = NDArray[np.float32]
 Score = Callable[[Tensor], tuple[Tensor, Callable[[], list[Any]]]]
@@ -72,6 +75,7 @@ class Rank:
         self.optimizer = Optimizer(stage, config.optimizer)
         self._device = next(stage.parameters()).device
         self._offload = Offload(*self.optimizer.memory())
+        self._packers: dict[int, Packer] = {}
 
     @property
     def _reports(self) -> bool:
@@ -169,6 +173,35 @@ class Rank:
     def share(self) -> None:
         """Give all ranks the weights that were read, rounded to what they compute with."""
         self.optimizer.share()
+
+    def weights_not_finite(self) -> str | None:
+        """The name of a tensor of which this rank would give away a value that is not finite."""
+        held = chain(self.stage.parameters(), self.stage.buffers())
+        if all(bool(torch.isfinite(tensor).all()) for tensor in held):
+            return None
+        return first_not_finite({each.part.name: view for each, view in self.stage.placed()})
+
+    def supply(self, number: int, shares: Shares, bucket_bytes: int) -> int:
+        """Find the way of this rank's weights into the ranks of a destination: from now on the supply ``number``.
+
+        Gives how many rounds it takes.
+        """
+        views = {each.part.name: (each.part, view) for each, view in self.stage.placed()}
+
+        def view_of(part: TensorSlice) -> Tensor:
+            held, view = views[part.name]
+            return view[part.within(held)]
+
+        self._packers[number] = Packer(shares, self.number, view_of, self._device, bucket_bytes)
+        return self._packers[number].rounds
+
+    def of_supply(self, number: int, method: str, *arguments: Any) -> Any:
+        """What a method of this rank's :class:`~beamline.transfer.source.Packer` gives."""
+        return getattr(self._packers[number], method)(*arguments)
+
+    def end_supply(self, number: int) -> None:
+        """Give the memory of its buckets back."""
+        self._packers.pop(number).close()
 
     @property
     def _keeps_buffers(self) -> bool:

@@ -29,11 +29,12 @@ from beamline.model.layout import Layout, TensorSlice, WeightKind
 from beamline.policy import model
 from beamline.policy.dropout import Dropout
 from beamline.policy.lora import Adapters
-from beamline.policy.weights import first_not_finite, module_layout, named_tensors, raw
+from beamline.policy.weights import module_layout, named_tensors, raw
 from beamline.records import Experience
 from beamline.transfer.dtypes import DTYPE_NAMES
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import TransferPlan
+from beamline.transfer.source import Tensors, first_not_finite
 
 Floats = NDArray[np.float32]
 
@@ -81,7 +82,7 @@ class TorchLearner:
                 each.to(self._device)
         self._adapters, self._evaluation = adapters, Evaluation(module, policy, adapters)
         self._trained: nn.Module = module if adapters is None else adapters
-        self._named = named_tensors(module) | ({} if adapters is None else named_tensors(adapters))
+        self._offered = Tensors(named_tensors(module) | ({} if adapters is None else named_tensors(adapters)))
         if adapters is not None:
             module.requires_grad_(False)
             reference = module
@@ -220,7 +221,7 @@ class TorchLearner:
 
     def send(self, plan: TransferPlan) -> None:
         """Offer weights to the sampler of this process: the model's, or the adapter's."""
-        self._channel.send(plan, self._named)
+        self._channel.send(plan, self._offered)
 
     def save(self, writer: ShardWriter) -> None:
         """Write what is trained (the weights, or the adapter alone) in float32, moments and the number of updates.

@@ -12,7 +12,6 @@ import torch
 from beamline.model.beam import BeamShape
 from beamline.model.layout import Layout, WeightKind
 from beamline.model.lora import LoraShape
-from beamline.policy.weights import first_not_finite
 from beamline.records import Completion, Key, Request
 from beamline.rollout.local.beam import BeamDecoder, Numerics, decoder_layout
 from beamline.rollout.local.cache import SlotCache
@@ -21,6 +20,7 @@ from beamline.rollout.local.worker import Drawn, NotFiniteError, Worker, joined
 from beamline.rollout.requests import check_requests, unbegun
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import TransferPlan
+from beamline.transfer.source import first_not_finite
 
 _LEAST_ROWS = 8  # of a thread: for fewer, waking another one takes longer than the work
 

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 from beamline.errors import BeamlineError
 from beamline.model.beam import BeamShape
-from beamline.model.layout import TensorSlice
 from beamline.records import Completion, Key, Request, Support
 from beamline.records.codec import encode
 from beamline.rollout.routes import RouteError, route_dtype
-from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Memory, Started
+from beamline.rollout.vllm.messages import Asked, DeviceMemory, Loaded, Memory, Prepared, Started
+from beamline.transfer.group import Meeting
+from beamline.transfer.plan import Shares
 
 _TAGS: dict[Memory, str] = {"weights": "weights", "cache": "kv_cache"}
 
@@ -123,16 +124,20 @@ class VllmEngine:
         self._client.abort_requests(names)
         return [self._completion(name, aborted=True) for name in names]
 
-    def prepare(self, parts: Sequence[Sequence[TensorSlice]], bucket_bytes: int) -> None:
+    def prepare(self, shares: Shares, bucket_bytes: int) -> Prepared:
         """Have each rank find where its parts go."""
-        self._on_ranks("beamline_prepare", [encode(list(rank)) for rank in parts], bucket_bytes)
+        return Prepared(self._on_ranks("beamline_prepare", [encode(rank) for rank in shares], bucket_bytes))
 
-    def fill(self, bucket: int, memory: Sequence[bytes]) -> None:
-        """Copy a bucket of each rank to where its parts belong; the first one waits for the batch in flight."""
+    def join(self, meeting: Meeting) -> None:
+        """Have each rank meet the learner's in a group."""
+        self._on_ranks("beamline_join", encode(meeting))
+
+    def fill(self, bucket: int, memory: Sequence[Sequence[bytes]] | None) -> None:
+        """Copy a bucket of each pair of ranks to where its parts belong; the first waits for the batch in flight."""
         if not self._loading:
             self._drain()
             self._loading = True
-        self._on_ranks("beamline_fill", bucket, list(memory))
+        self._on_ranks("beamline_fill", bucket, memory if memory is None else [list(rank) for rank in memory])
 
     def finish(self, version: int) -> Loaded:
         """Begin with new weights: nothing that was cached under the old ones is used again.

@@ -8,8 +8,9 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from beamline.model.layout import TensorSlice
 from beamline.records import Completion, Key, Request
+from beamline.transfer.group import Meeting
+from beamline.transfer.plan import Shares
 
 Memory = Literal["weights", "cache"]
 
@@ -42,26 +43,35 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prepare(msgspec.Struct, tag=True, frozen=True):
-    """Get ready for weights that come cut like this: what each rank of this engine is given, in the order it comes.
+    """Get ready for weights that come cut like this.
 
-    ``bucket_bytes`` is how many bytes are handed over at a time, at most. Answered with None.
+    ``shares[r][s]`` is what rank r of this engine is given by rank s of the learner, in the order that it comes;
+    ``bucket_bytes`` is how many bytes one hands another at a time, at most. Answered by :class:`Prepared`.
     """
 
     number: int
-    parts: list[list[TensorSlice]]
+    shares: Shares
     bucket_bytes: int
 
 
-class Fill(msgspec.Struct, tag=True, frozen=True):
-    """Take bucket ``bucket`` of every rank from memory that both processes see; answered (None) once all are taken.
+class Join(msgspec.Struct, tag=True, frozen=True):
+    """Meet the learner's ranks in a group, through which buckets will come. Answered (None) once all are there."""
 
-    ``memory[r]`` describes that of rank r, as :mod:`beamline.transfer.memory` does; it is empty where a rank has no
-    bucket of this number.
+    number: int
+    meeting: Meeting
+
+
+class Fill(msgspec.Struct, tag=True, frozen=True):
+    """Take bucket ``bucket`` of every pair of ranks; answered (None) once all are taken.
+
+    ``memory[r][s]`` describes memory that rank r of this engine and rank s of the learner both see, as
+    :mod:`beamline.transfer.memory` does; it is empty where they have no bucket of this number. Without any memory the
+    buckets come through the group (:class:`Join`).
     """
 
     number: int
     bucket: int
-    memory: list[bytes]
+    memory: list[list[bytes]] | None
 
 
 class Finish(msgspec.Struct, tag=True, frozen=True):
@@ -89,7 +99,7 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     """End the process. Not answered."""
 
 
-Command: TypeAlias = Start | Submit | Abort | Prepare | Fill | Finish | Sleep | Wake | Stop
+Command: TypeAlias = Start | Submit | Abort | Prepare | Join | Fill | Finish | Sleep | Wake | Stop
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -104,6 +114,15 @@ class Started(msgspec.Struct, frozen=True):
         """For whoever watches a run."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return f"{self.device}, room for {self.cache_tokens:,} tokens ({versions}; {self.seconds:.0f} s)"
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """The GPUs that each rank sees, by UUID: what lies in their memory needs not go through the host's.
+
+    The first of a rank's is the one that it computes on.
+    """
+
+    gpus: list[list[str]]
 
 
 class Loaded(msgspec.Struct, frozen=True):

@@ -16,7 +16,6 @@ from contextlib import suppress
 from typing import Any, Protocol, assert_never
 
 from beamline.errors import BeamlineError
-from beamline.model.layout import TensorSlice
 from beamline.records import Completion, Key
 from beamline.records.codec import decode, encode
 from beamline.rollout.vllm import messages
@@ -29,12 +28,15 @@ from beamline.rollout.vllm.messages import (
     Finished,
     Loaded,
     Memory,
+    Prepared,
     Progress,
     Started,
     Stop,
 )
 from beamline.rollout.vllm.wire import Inbox, Outbox
 from beamline.tasks.pool_worker import end_with_parent
+from beamline.transfer.group import Meeting
+from beamline.transfer.plan import Shares
 
 SHOW_STACK = signal.SIGUSR1
 """An engine process that gets it writes where it is to its log, even if it hangs."""
@@ -60,11 +62,14 @@ class Engine(Protocol):
     def abort(self, keys: Collection[Key]) -> list[Completion]:
         """Partials of requests; keys of such that have ended already are passed over."""
 
-    def prepare(self, parts: Sequence[Sequence[TensorSlice]], bucket_bytes: int) -> None:
+    def prepare(self, shares: Shares, bucket_bytes: int) -> Prepared:
         """Where each part goes is found once, for all loads to come."""
 
-    def fill(self, bucket: int, memory: Sequence[bytes]) -> None:
-        """Copy a bucket of every rank to where its parts belong."""
+    def join(self, meeting: Meeting) -> None:
+        """Meet the learner's ranks in a group."""
+
+    def fill(self, bucket: int, memory: Sequence[Sequence[bytes]] | None) -> None:
+        """Copy a bucket of every pair of ranks, out of this memory or out of the group, to where its parts belong."""
 
     def finish(self, version: int) -> Loaded:
         """All buckets are there."""
@@ -108,8 +113,10 @@ class _Service:
                 engine.submit(asked)
             case messages.Abort(number, keys):
                 answer(number, engine.abort(keys))
-            case messages.Prepare(number, parts, bucket_bytes):
-                engine.prepare(parts, bucket_bytes)
+            case messages.Prepare(number, shares, bucket_bytes):
+                answer(number, engine.prepare(shares, bucket_bytes))
+            case messages.Join(number, meeting):
+                engine.join(meeting)
                 answer(number, None)
             case messages.Fill(number, bucket, memory):
                 engine.fill(bucket, memory)

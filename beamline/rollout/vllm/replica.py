@@ -2,11 +2,12 @@
 
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,6 +51,12 @@ _ATTENTION_SECONDS = (
 )
 _START_NUMBER = 0
 
+_OF_TORCHRUN = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+    r"|TORCH_NCCL_ASYNC_ERROR_HANDLING"
+)
+"""What torchrun sets for each of its processes."""
+
 _STAGES = (
     ("Starting to load model", "loading weights"),
     ("checkpoint shards", "loading weights"),
@@ -91,9 +98,9 @@ class Launch:
     """How an engine process is started.
 
     ``command`` is its program and arguments, after which the number of its socket comes; ``arguments`` are those of
-    :class:`~beamline.rollout.vllm.messages.Start`; ``environment`` is laid over that of this process. Output is
-    appended to ``log``, whose name without its ending is that of the engine. A start may take ``start_seconds``; later
-    the engine may be without a new token or an awaited answer for ``token_seconds``.
+    :class:`~beamline.rollout.vllm.messages.Start`; ``environment`` is laid over what it has from this process
+    (:func:`inherited`). Output is appended to ``log``, whose name without its ending is that of the engine. A start may
+    take ``start_seconds``; later the engine may be without a new token or an awaited answer for ``token_seconds``.
     """
 
     command: tuple[str, ...]
@@ -393,9 +400,17 @@ def _launch(launch: Launch, descriptor: int) -> tuple["subprocess.Popen[bytes]",
             stderr=subprocess.STDOUT,
             pass_fds=[descriptor],
             start_new_session=True,  # away from the terminal's Ctrl-C, and to be ended with all that it starts
-            env=os.environ | launch.environment,
+            env=inherited(os.environ) | launch.environment,
         )
         return process, start
+
+
+def inherited(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that an engine has from this process: none by which torchrun tells it which rank it is.
+
+    An engine would take itself for a rank of the learner's process group.
+    """
+    return {name: value for name, value in environment.items() if not _OF_TORCHRUN.fullmatch(name)}
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

@@ -2,19 +2,17 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
 import numpy as np
-from torch import Tensor
 
 from beamline.config.vllm import TEMPERATURES
 from beamline.model.beam import BeamShape
 from beamline.model.layout import DType, Layout, WeightKind
-from beamline.policy.weights import first_not_finite
 from beamline.records import Completion, Key, Request
 from beamline.records.random import stream
 from beamline.rollout.requests import check_requests, unbegun
@@ -22,9 +20,10 @@ from beamline.rollout.vllm.fleet import Fleet
 from beamline.rollout.vllm.layout import Mesh, engine_layout
 from beamline.rollout.vllm.messages import Abort, Asked, DeviceMemory, Memory, Sleep, Submit, Wake
 from beamline.rollout.vllm.replica import EngineFailedError, Replica
-from beamline.rollout.vllm.weights import Delivery, parts_of
+from beamline.rollout.vllm.weights import Delivery
 from beamline.transfer.local import LocalChannel
-from beamline.transfer.plan import TransferPlan
+from beamline.transfer.plan import TransferPlan, shares_of
+from beamline.transfer.source import Source
 
 T = TypeVar("T")
 
@@ -69,6 +68,8 @@ class VllmSampler:
         seed: seed of the run.
         channel: where weights come from.
         bucket_bytes: how many bytes of weights are handed over at a time.
+        group_seconds: longest time that ranks wait for each other in a group through which weights go; None where they
+            go through memory that both sides see.
     """
 
     def __init__(
@@ -81,15 +82,16 @@ class VllmSampler:
         seed: int,
         channel: LocalChannel,
         bucket_bytes: int,
+        group_seconds: float | None = None,
     ) -> None:
         self._fleet, self._shape, self._channel, self._bucket_bytes = fleet, shape, channel, bucket_bytes
-        self._positions, self._seed = positions, seed
+        self._positions, self._seed, self._group_seconds = positions, seed, group_seconds
         self._layout = engine_layout(shape, mesh, dtype)
         self._in_flight: dict[Key, _Flight] = {}
         self._ready: list[Completion] = []
         self._asleep = set[Memory]()
         self._weights: _Weights | None = None
-        self._planned: tuple[TransferPlan, Mapping[str, Tensor], list[Delivery]] | None = None
+        self._planned: tuple[TransferPlan, Source, list[Delivery]] | None = None
         self._reissued = 0
         self.memory: DeviceMemory | None = None
         """Bytes in use on the first device before and after the last sleep or wake."""
@@ -178,7 +180,7 @@ class VllmSampler:
             flights = self._in_flight.copy()
             self._ready = self.abort(flights)  # what had ended already is among them
             self._in_flight = flights
-        wrong = first_not_finite({name: source[name] for name in dict.fromkeys(m.part.name for m in plan.moves)})
+        wrong = source.not_finite(plan)
         if wrong is not None:
             raise FloatingPointError(f"{wrong} of version {version} holds values that are not finite")
         deliveries = self._deliveries(plan, source)
@@ -247,17 +249,20 @@ class VllmSampler:
     def _deliver(self, replica: int, delivery: Delivery, version: int, _: Replica) -> list[list[int]]:
         return delivery.deliver(self._fleet, replica, version)
 
-    def _deliveries(self, plan: TransferPlan, source: Mapping[str, Tensor]) -> list[Delivery]:
-        """One for each engine; the same as last time where the plan and the tensors are."""
+    def _deliveries(self, plan: TransferPlan, source: Source) -> list[Delivery]:
+        """One for each engine; the same as last time where the plan and the source are."""
         if self._planned is None or self._planned[0] is not plan or self._planned[1] is not source:
             self._close_deliveries()
-            parts, size = parts_of(plan, self.layout("full")), len(self._layout.ranks)
-            engines = [parts[start : start + size] for start in range(0, len(parts), size)]
-            self._planned = (plan, source, [Delivery(each, source, self._bucket_bytes) for each in engines])
+            size, types = len(self._layout.ranks), {each.name: each.dtype for r in self._layout.ranks for each in r}
+            shares = shares_of(plan, source.size, size * len(self._fleet.replicas), types)
+            engines = [shares[start : start + size] for start in range(0, len(shares), size)]
+            settings = self._bucket_bytes, self._group_seconds
+            self._planned = (plan, source, [Delivery(each, source, *settings) for each in engines])
         return self._planned[2]
 
     def _close_deliveries(self) -> None:
-        for delivery in self._planned[2] if self._planned else ():
+        planned, self._planned = self._planned, None
+        for delivery in planned[2] if planned else ():
             delivery.close()
 
     def _on(self, replica: int, action: Callable[[Replica], T]) -> T:

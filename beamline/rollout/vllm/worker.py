@@ -5,7 +5,8 @@ ranks.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from beamline.model.placement import Placed
 from beamline.records.codec import decode
 from beamline.rollout.vllm import patches
 from beamline.rollout.vllm.layout import Mesh, placed
-from beamline.transfer.buckets import Copier, buckets, checksum, sample
+from beamline.transfer.buckets import Copier, buckets, checksum, samples
 from beamline.transfer.dtypes import DTYPE_NAMES
-from beamline.transfer.memory import SharedMemory, attach
+from beamline.transfer.group import Group, Meeting
+from beamline.transfer.memory import SharedMemory, attach, gpu_of, visible_gpus
+from beamline.transfer.plan import Share
 
 
 class WeightsExtension:
@@ -33,6 +36,8 @@ class WeightsExtension:
     beamline_loader: "Loader"
     beamline_flags: Tensor | None
     beamline_shared: dict[bytes, SharedMemory]
+    beamline_group: Group | None
+    beamline_buffer: Tensor
 
     def beamline_device(self) -> str:
         """What this rank computes on, as our patches have it."""
@@ -45,24 +50,47 @@ class WeightsExtension:
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
 
-    def beamline_prepare(self, parts: Sequence[bytes], bucket_bytes: int) -> None:
-        """Find where the parts of this rank go; ``parts[r]`` are those of rank r."""
+    def beamline_prepare(self, shares: Sequence[bytes], bucket_bytes: int) -> list[str]:
+        """Find where the parts of this rank go; ``shares[r]`` are those of rank r. Gives the GPUs that it sees."""
         rank, config = self._beamline_rank(), self.vllm_config
-        given = decode(parts[rank], list[TensorSlice])
+        given = decode(shares[rank], list[Share])
         shape = BeamShape.from_folder(Path(config.model_config.model))
         table = placed(shape, _mesh(config.parallel_config), rank, DTYPE_NAMES[config.model_config.dtype])
         self._beamline_close()
         self.beamline_loader = Loader(self.model_runner.get_model(), table, given, bucket_bytes)
+        own = gpu_of(self.device)
+        return sorted(visible_gpus(), key=lambda gpu: gpu != own)
+
+    def beamline_join(self, meeting: bytes) -> None:
+        """Meet the learner's ranks in a group."""
+        where = decode(meeting, Meeting)
+        self.beamline_group = where.join(where.sources + self._beamline_rank())
+        place = self.device if where.backend == "nccl" else "cpu"
+        self.beamline_buffer = torch.empty(self.beamline_loader.most_bytes, dtype=torch.uint8, device=place)
 
     @torch.no_grad()
-    def beamline_fill(self, bucket: int, memory: Sequence[bytes]) -> None:
-        """Copy this rank's bucket to where its parts belong."""
-        descriptor = memory[self._beamline_rank()]
-        if descriptor:
-            if descriptor not in self.beamline_shared:  # that of a GPU is attached to once in all its life
-                self.beamline_shared[descriptor] = attach(descriptor)
-            self.beamline_loader.fill(bucket, self.beamline_shared[descriptor].buffer)
-            torch.cuda.synchronize(self.device)  # the sender writes another bucket over it
+    def beamline_fill(self, bucket: int, memory: Sequence[Sequence[bytes]] | None) -> None:
+        """Copy this rank's bucket of each rank of the learner to where its parts belong."""
+        if memory is None:
+            self._beamline_receive(bucket)
+            return
+        here = memory[self._beamline_rank()]
+        for source, descriptor in enumerate(here):
+            if descriptor:
+                if descriptor not in self.beamline_shared:  # that of a GPU is attached to once in all its life
+                    self.beamline_shared[descriptor] = attach(descriptor)
+                self.beamline_loader.fill(source, bucket, self.beamline_shared[descriptor].buffer)
+        if any(here):
+            torch.cuda.synchronize(self.device)  # the senders write other buckets over these
+
+    def _beamline_receive(self, bucket: int) -> None:
+        group = self.beamline_group
+        assert group is not None
+        for source, nbytes in self.beamline_loader.sizes(bucket):
+            buffer = self.beamline_buffer[:nbytes]
+            group.receive(buffer, source)
+            self.beamline_loader.fill(source, bucket, buffer)
+            torch.cuda.synchronize(self.device)  # another is received over it
 
     @torch.no_grad()
     def beamline_finish(self) -> list[int]:
@@ -87,6 +115,9 @@ class WeightsExtension:
         for shared in getattr(self, "beamline_shared", {}).values():
             shared.close()
         self.beamline_shared = {}
+        if (group := getattr(self, "beamline_group", None)) is not None:
+            group.close()
+        self.beamline_group = None
 
     def _beamline_rank(self) -> int:
         rank: int = self.vllm_config.parallel_config.rank
@@ -108,34 +139,42 @@ class Loader:
     Args:
         model: the running model.
         table: what this rank holds, and where.
-        parts: what it will be given, in order.
+        shares: what it will be given by each rank of the learner, in order.
         bucket_bytes: most bytes of a bucket.
 
     Raises:
         KeyError: a part of a tensor that this rank does not hold.
     """
 
-    def __init__(
-        self, model: nn.Module, table: Sequence[Placed], parts: Sequence[TensorSlice], bucket_bytes: int
-    ) -> None:
+    def __init__(self, model: nn.Module, table: Sequence[Placed], shares: Sequence[Share], bucket_bytes: int) -> None:
         self._modules = dict(model.named_modules())
         self._table = {each.part.name: each for each in table}
-        self._buckets = buckets(parts, bucket_bytes)
-        self._sampled = sample(parts)
-        self._layers = self._processed(parts)
-        self._copiers: dict[int, Copier] = {}
+        self._buckets = [buckets(share, bucket_bytes) for share in shares]
+        self._sampled = list(chain.from_iterable(samples(shares)))
+        self._layers = self._processed(chain.from_iterable(shares))
+        self._copiers: dict[tuple[int, int], Copier] = {}
         self._checksums: dict[int, int] = {}
 
-    def fill(self, bucket: int, buffer: Tensor) -> None:
-        """Copy one bucket; layers that it completes are processed."""
-        parts = self._buckets[bucket].parts
+    @property
+    def most_bytes(self) -> int:
+        """Of the largest bucket."""
+        return max((bucket.nbytes for each in self._buckets for bucket in each), default=0)
+
+    def sizes(self, number: int) -> list[tuple[int, int]]:
+        """The ranks of the learner that have a bucket of this number, and how many bytes it has."""
+        return [(s, each[number].nbytes) for s, each in enumerate(self._buckets) if number < len(each)]
+
+    def fill(self, source: int, number: int, buffer: Tensor) -> None:
+        """Copy one bucket of a rank of the learner; layers that it completes are processed."""
+        bucket = self._buckets[source][number]
+        parts = bucket.parts
         touched = {self._module_of(part) for part in parts} & self._layers.keys()
         for name in touched:
             self._layers[name].open()
-        copier = self._copiers.get(bucket) or Copier(self._buckets[bucket], self._view)
+        copier = self._copiers.get((source, number)) or Copier(bucket, self._view)
         copier.unpack(buffer)
         if not touched:
-            self._copiers[bucket] = copier  # what is written in place stays where it is
+            self._copiers[source, number] = copier  # what is written in place stays where it is
         for part in parts:
             if self._module_of(part) in touched:
                 self._layers[self._module_of(part)].missing -= prod(part.size)
@@ -186,7 +225,7 @@ class Loader:
     def _module_of(self, part: TensorSlice) -> str:
         return self._table[part.name].parameter.rpartition(".")[0]
 
-    def _processed(self, parts: Sequence[TensorSlice]) -> dict[str, "_Layer"]:
+    def _processed(self, parts: Iterable[TensorSlice]) -> dict[str, "_Layer"]:
         """The layers that are given anything and do not use it as it is."""
         elements: Counter[str] = Counter()
         for part in parts:

@@ -63,7 +63,8 @@ class Core:
         self.model_executor = SimpleNamespace(sleeping_tags=set[str]())
         self.answers: dict[str, Callable[..., list[Any]]] = {
             "beamline_device": lambda: ["a GPU"],
-            "beamline_prepare": lambda *_: [None],
+            "beamline_prepare": lambda *_: [["GPU-0"]],
+            "beamline_join": lambda *_: [None],
             "beamline_fill": lambda *_: [None],
             "beamline_finish": lambda: [[7]],
             "beamline_memory": lambda: [100],

@@ -30,6 +30,7 @@ from beamline.rollout.vllm.messages import (
     Finished,
     Loaded,
     Prepare,
+    Prepared,
     Report,
     Sleep,
     Start,
@@ -129,6 +130,22 @@ def test_requests_end_with_their_tokens(start: Callable[..., Replica]) -> None:
     assert (replica.tokens, replica.in_flight) == (12, 0)
 
 
+def test_an_engine_does_not_take_itself_for_a_rank_of_whoever_started_it(
+    start: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_torchrun = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_NAME")
+    of_torchrun += ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    for name in of_torchrun:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("RANKING", "1")
+    replica = start()
+    replica.ready()
+    text = Path(f"/proc/{replica.pid}/environ").read_text()
+    names = {each.partition("=")[0] for each in text.split("\0")}
+    assert names.isdisjoint(of_torchrun)
+    assert {"RANKING", "PATH"} <= names
+
+
 def test_what_finishes_while_an_answer_is_awaited_is_kept(start: Callable[..., Replica]) -> None:
     replica = start()
     replica.ready()
@@ -141,12 +158,13 @@ def test_what_finishes_while_an_answer_is_awaited_is_kept(start: Callable[..., R
 def test_several_answers_can_be_awaited_in_any_order(start: Callable[..., Replica]) -> None:
     replica = start(arguments={"ranks": 2})
     replica.ready()
-    for command in (Prepare(1, [[], []], 8), Fill(2, 0, [b"a", b"b"]), Fill(3, 1, [b"c", b""]), Finish(4, 7)):
+    for command in (Prepare(1, [[], []], 8), Fill(2, 0, [[b"a"], [b"b"]]), Fill(3, 1, [[b"c"], [b""]]), Finish(4, 7)):
         replica.send(command)
     assert replica.answer(4, Loaded) == Loaded(
         [[zlib.crc32(each) for each in rank] for rank in ([b"a", b"c"], [b"b", b""])]
     )
-    assert [replica.answer(number, NoneType) for number in (3, 2, 1)] == [None] * 3
+    assert [replica.answer(number, NoneType) for number in (3, 2)] == [None] * 2
+    assert replica.answer(1, Prepared) == Prepared([[], []])
     replica.send(Submit([asked(0, 1)]))
     assert completions(replica, 1)[0].versions.tolist() == [7]
 
@@ -303,7 +321,7 @@ def test_an_answer_that_does_not_come_is_noticed(start: Callable[..., Replica], 
     until(lambda: "the stub hangs" in log_of(replica, tmp_path))
     big = bytes(8_000_000)  # more than a socket takes: sending must not wait
     with pytest.raises(EngineFailedError, match=r"hangs.*the answer to Fill"):
-        replica.ask(Fill(5, 0, [big]), NoneType)
+        replica.ask(Fill(5, 0, [[big]]), NoneType)
     assert not lives(replica.pid)
 
 
@@ -487,7 +505,7 @@ def test_a_log_that_is_gone_hides_nothing(start: Callable[..., Replica], tmp_pat
         log.unlink()
     os.kill(replica.pid, signal.SIGKILL)
     with pytest.raises(EngineFailedError, match="was killed by SIGKILL"):
-        replica.ask(Prepare(1, [[]], 8), NoneType)
+        replica.ask(Prepare(1, [[]], 8), Prepared)
 
 
 def test_time_in_which_everything_stood_still_does_not_count(

@@ -15,6 +15,7 @@ from beamline.rollout.local import LocalSampler, Numerics
 from beamline.rollout.local.worker import Drawn, NotFiniteError, Worker
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
+from beamline.transfer.source import Tensors
 from tests.contract.sampling import run
 from tests.exact import bits
 from tests.tiny_beam import CONTEXT, THETA, VOCAB, beam_shape, random_beam
@@ -27,7 +28,7 @@ def local_sampler(
     sampler = LocalSampler(beam_shape(), Numerics(**numerics), THETA, slots, positions, 0, channel, threads)
     if module is not None:
         moves = plan(module_layout(module), sampler.layout("full"))
-        channel.send(moves, named_tensors(module))
+        channel.send(moves, Tensors(named_tensors(module)))
         sampler.receive(moves, 7, "keep")
     return sampler
 

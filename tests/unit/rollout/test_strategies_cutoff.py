@@ -17,6 +17,7 @@ from beamline.rollout.local import LocalSampler, Numerics
 from beamline.tasks.pool import GradingPool
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
+from beamline.transfer.source import Tensors
 from tests.exact import bits
 from tests.samples import make_problem
 from tests.tiny_beam import CONTEXT, THETA, beam_shape, random_beam
@@ -34,7 +35,7 @@ def sampler_of(module: Any, slots: int = 64) -> LocalSampler:
     shape = beam_shape(vocab_size=module.config.vocab_size)
     sampler = LocalSampler(shape, Numerics(), THETA, slots, CONTEXT, 0, channel)
     moves = plan(module_layout(module), sampler.layout("full"))
-    channel.send(moves, named_tensors(module))
+    channel.send(moves, Tensors(named_tensors(module)))
     sampler.receive(moves, 7, "keep")
     return sampler
 

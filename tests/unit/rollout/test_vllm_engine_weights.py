@@ -7,7 +7,8 @@ import pytest
 
 from beamline.model.layout import TensorSlice
 from beamline.records.codec import encode
-from beamline.rollout.vllm.messages import DeviceMemory, Loaded
+from beamline.rollout.vllm.messages import DeviceMemory, Loaded, Prepared
+from beamline.transfer.group import Meeting
 from tests.tiny_beam import beam_config
 from tests.unit.rollout.fake_vllm import STOP, Bench, Output, PauseState, asked, bench, steps
 
@@ -29,26 +30,34 @@ def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
 # Weights
 
 
-PARTS = [[TensorSlice.whole("model.norm.weight", "float32", (32,))]]
+SHARES = [[[TensorSlice.whole("model.norm.weight", "float32", (32,))], []]]
 
 
 def load(at: Bench, version: int) -> Loaded:
-    at.engine.fill(0, [b"memory"])
+    at.engine.fill(0, [[b"memory", b""]])
     return at.engine.finish(version)
 
 
 def test_ranks_are_told_where_weights_come_from_and_say_what_they_hold(one: Bench) -> None:
     one.done()
-    one.engine.prepare(PARTS, 512)
-    one.engine.fill(0, [b"here"])
-    one.engine.fill(1, [b""])
+    assert one.engine.prepare(SHARES, 512) == Prepared([["GPU-0"]])
+    one.engine.fill(0, [[b"here", b""]])
+    one.engine.fill(1, [[b"", b"there"]])
     assert one.engine.finish(1) == Loaded([[7]])
     assert one.done("reset_prefix_cache") == [
-        ("beamline_prepare", [encode(PARTS[0])], 512),
-        ("beamline_fill", 0, [b"here"]),
-        ("beamline_fill", 1, [b""]),
+        ("beamline_prepare", [encode(SHARES[0])], 512),
+        ("beamline_fill", 0, [[b"here", b""]]),
+        ("beamline_fill", 1, [[b"", b"there"]]),
         ("beamline_finish",),
     ]
+
+
+def test_ranks_are_told_where_they_meet_and_that_buckets_come_from_there(one: Bench) -> None:
+    meeting = Meeting("127.0.0.1", 1234, 2, 3, "gloo", 5.0)
+    one.done()
+    one.engine.join(meeting)
+    one.engine.fill(0, None)
+    assert one.done() == [("beamline_join", encode(meeting)), ("beamline_fill", 0, None)]
 
 
 @pytest.mark.parametrize("before", [PauseState.UNPAUSED, PauseState.PAUSED_NEW])
@@ -58,9 +67,9 @@ def test_batches_in_flight_end_before_the_first_weights_are_copied(two: Bench, b
     two.engine.step()
     two.core.scheduler.set_pause_state(before)
     two.done()
-    two.engine.fill(0, [b""])
-    two.engine.fill(1, [b""])
-    assert two.done() == [("output", "1"), ("beamline_fill", 0, [b""]), ("beamline_fill", 1, [b""])]
+    two.engine.fill(0, [[b""]])
+    two.engine.fill(1, [[b""]])
+    assert two.done() == [("output", "1"), ("beamline_fill", 0, [[b""]]), ("beamline_fill", 1, [[b""]])]
     assert len(two.core.batches) == 2  # none was begun
     assert two.core.scheduler.pause_state == before
 
@@ -69,7 +78,7 @@ def test_nothing_is_stepped_for_until_all_weights_are_there(two: Bench) -> None:
     two.engine.submit([asked()])
     two.core.batches.extend([[Output("1", [4])], [Output("1", [5])]])
     two.engine.step()
-    two.engine.fill(0, [b""])
+    two.engine.fill(0, [[b""]])
     assert not two.engine.busy
     two.engine.finish(1)
     assert two.engine.busy

@@ -3,7 +3,9 @@
 import re
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -20,8 +22,11 @@ from beamline.records.codec import encode
 from beamline.rollout.vllm import worker
 from beamline.rollout.vllm.layout import Mesh, parameters, placed
 from beamline.rollout.vllm.worker import Loader
-from beamline.transfer.buckets import Copier, buckets, checksum, sample
+from beamline.transfer.buckets import Copier, buckets, checksum, samples
+from beamline.transfer.group import Meeting, free_port
 from beamline.transfer.memory import host_memory
+from beamline.transfer.plan import Share
+from beamline.transfer.source import Packer
 from tests.tiny_beam import beam_config
 from tests.unit.rollout.vllm_meshes import UNEVEN, assembled, checkpoint, name_of, uneven
 
@@ -48,24 +53,31 @@ class Rank:
     """A rank of an engine, with a module that has vLLM's parameters, and the hand that fills its buckets."""
 
     def __init__(
-        self, mesh: Mesh = ONE, rank: int = 0, size: int = 4096, parts: Sequence[TensorSlice] | None = None
+        self,
+        mesh: Mesh = ONE,
+        rank: int = 0,
+        size: int = 4096,
+        parts: Sequence[TensorSlice] | None = None,
+        sources: int = 1,
     ) -> None:
         shape = uneven()
         table = placed(shape, mesh, rank, "float32")
         self.module = tree({name: size for name, (size, _) in parameters(shape, mesh, rank, "float32").items()})
         self.parts = [each.part for each in table] if parts is None else list(parts)
-        self.buckets = buckets(self.parts, size)
-        self.loader = Loader(self.module, table, self.parts, size)
+        self.shares = [self.parts[source::sources] for source in range(sources)]
+        self.buckets = [buckets(share, size) for share in self.shares]
+        self.loader = Loader(self.module, table, self.shares, size)
 
     @torch.no_grad()
     def fill(self, weights: Weights, *numbers: int) -> None:
-        """Give these buckets, or all."""
-        for number in numbers or range(len(self.buckets)):
-            bucket = self.buckets[number]
-            buffer = torch.zeros(bucket.nbytes, dtype=torch.uint8)
-            Copier(bucket, lambda part: view(weights, part)).pack(buffer)
-            self.loader.fill(number, buffer)
-            buffer.zero_()  # the sender writes another over it
+        """Give these buckets of every source, or all."""
+        for number in numbers or range(max(map(len, self.buckets))):
+            for source, each in enumerate(self.buckets):
+                if number < len(each):
+                    buffer = torch.zeros(each[number].nbytes, dtype=torch.uint8)
+                    Copier(each[number], lambda part: view(weights, part)).pack(buffer)
+                    self.loader.fill(source, number, buffer)
+                    buffer.zero_()  # the sender writes another over it
 
     def load(self, weights: Weights) -> list[int]:
         self.fill(weights)
@@ -92,9 +104,9 @@ def view(weights: Weights, part: TensorSlice) -> Tensor:
     return torch.from_numpy(weights[part.name])[part.index]
 
 
-def sent(parts: Sequence[TensorSlice], weights: Weights) -> list[int]:
-    """Checksums of the sender."""
-    return [checksum(view(weights, part), part.dtype) for part in sample(parts)]
+def sent(shares: Sequence[Share], weights: Weights) -> list[int]:
+    """Checksums of the senders."""
+    return [checksum(view(weights, part), part.dtype) for part in chain.from_iterable(samples(shares))]
 
 
 def assert_holds(module: nn.Module, expected: dict[str, NDArray[np.float32]]) -> None:
@@ -108,14 +120,15 @@ def assert_holds(module: nn.Module, expected: dict[str, NDArray[np.float32]]) ->
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("sources", [1, 3])
 @pytest.mark.parametrize("mesh", MESHES, ids=name_of)
-def test_every_parameter_is_what_its_parts_make(mesh: Mesh, size: int, weights: Weights) -> None:
+def test_every_parameter_is_what_its_parts_make(mesh: Mesh, sources: int, size: int, weights: Weights) -> None:
     for number in range(mesh.size):
-        rank = Rank(mesh, number, size)
+        rank = Rank(mesh, number, size, sources=sources)
         before = {name: each.data_ptr() for name, each in rank.module.named_parameters()}
         found = rank.load(weights)
         assert_holds(rank.module, assembled(uneven(), mesh, number, weights))
-        assert found == sent(rank.parts, weights)
+        assert found == sent(rank.shares, weights)
         assert {name: each.data_ptr() for name, each in rank.module.named_parameters()} == before
 
 
@@ -128,12 +141,13 @@ def test_weights_are_cast_to_what_the_model_has(weights: Weights) -> None:
     torch.testing.assert_close(held.data, torch.from_numpy(weights["model.norm.weight"]).bfloat16(), rtol=0, atol=0)
 
 
-def test_another_load_takes_the_place_of_the_first(weights: Weights) -> None:
-    rank, other = Rank(Mesh(2), 1), {name: -array for name, array in weights.items()}
+@pytest.mark.parametrize("sources", [1, 3])
+def test_another_load_takes_the_place_of_the_first(sources: int, weights: Weights) -> None:
+    rank, other = Rank(Mesh(2), 1, sources=sources), {name: -array for name, array in weights.items()}
     first = rank.load(weights)
     second = rank.load(other)
     assert_holds(rank.module, assembled(uneven(), Mesh(2), 1, other))
-    assert second == sent(rank.parts, other) != first
+    assert second == sent(rank.shares, other) != first
 
 
 def test_a_wrong_value_is_in_the_checksums(weights: Weights) -> None:
@@ -144,7 +158,7 @@ def test_a_wrong_value_is_in_the_checksums(weights: Weights) -> None:
     with torch.no_grad():
         rank.module.get_parameter(last.name)[0, 0] += 1
     found = rank.loader.finish()
-    assert [one == other for one, other in zip(found, sent(rank.parts, weights), strict=True)].count(False) == 1
+    assert [one == other for one, other in zip(found, sent(rank.shares, weights), strict=True)].count(False) == 1
 
 
 def test_what_is_not_given_stays(weights: Weights) -> None:
@@ -153,7 +167,7 @@ def test_what_is_not_given_stays(weights: Weights) -> None:
     norm, whole = table["model.norm.weight"], table["model.layers.0.mlp.down_proj.weight"]
     half = replace(whole, start=(4, *whole.start[1:]), stop=(9, *whole.stop[1:]))
     rank = Rank(Mesh(2), 1, parts=[half, norm])
-    assert rank.load(weights) == sent([half, norm], weights)
+    assert rank.load(weights) == sent([[half, norm]], weights)
     expected = {name: np.zeros_like(each) for name, each in assembled(uneven(), Mesh(2), 1, weights).items()}
     expected[norm.name][:] = weights[norm.name]
     expected[whole.name][4:9] = view(weights, half).numpy()
@@ -210,21 +224,24 @@ def negated(weights: Weights) -> Weights:
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("sources", [1, 3])
 def test_a_layer_is_opened_once_and_processed_when_it_is_complete(
-    processed: type[Processed], size: int, weights: Weights
+    processed: type[Processed], sources: int, size: int, weights: Weights
 ) -> None:
-    rank = Rank(size=size)
+    rank = Rank(size=size, sources=sources)
     before = {name: each.data_ptr() for name, each in rank.module.named_parameters()}
     found = rank.load(weights)
     assert sorted(processed.log) == sorted((what, name) for what in ("open", "close") for name in PROCESSED)
     assert_holds(rank.module, negated(weights))
     assert {name: each.data_ptr() for name, each in rank.module.named_parameters()} == before
-    assert found == sent(rank.parts, weights)  # taken before the layers were processed
+    assert found == sent(rank.shares, weights)  # taken before the layers were processed
 
 
 def test_a_layer_is_processed_no_sooner_than_it_is_complete(processed: type[Processed], weights: Weights) -> None:
     rank = Rank(size=256)
-    of_it = [i for i, bucket in enumerate(rank.buckets) for part in bucket.parts if "layers.1.mlp.experts" in part.name]
+    of_it = [
+        i for i, bucket in enumerate(rank.buckets[0]) for part in bucket.parts if "layers.1.mlp.experts" in part.name
+    ]
     rank.fill(weights, *range(of_it[-1]))
     assert processed.log == [("open", PROCESSED[0])]
     rank.fill(weights, of_it[-1])
@@ -234,7 +251,7 @@ def test_a_layer_is_processed_no_sooner_than_it_is_complete(processed: type[Proc
 def test_processed_layers_take_weights_again_and_again(processed: type[Processed], weights: Weights) -> None:
     rank, other = Rank(), {name: 2 * array for name, array in weights.items()}
     for each in (weights, other, weights):
-        assert rank.load(each) == sent(rank.parts, each)
+        assert rank.load(each) == sent(rank.shares, each)
         assert_holds(rank.module, negated(each))
     assert len(processed.log) == 3 * 2 * len(PROCESSED)
 
@@ -245,7 +262,7 @@ def test_a_layer_that_lacks_something_is_named(processed: type[Processed], loads
     rank = Rank(size=256)
     for _ in range(loads):
         rank.load(weights)
-    part_of = {number: bucket.parts[0].name for number, bucket in enumerate(rank.buckets)}
+    part_of = {number: bucket.parts[0].name for number, bucket in enumerate(rank.buckets[0])}
     first = next(number for number, name in part_of.items() if "layers.1.mlp.experts" in name)
     rank.fill(weights, *range(first + 1))
     with pytest.raises(RuntimeError, match=rf"weights of {PROCESSED[0]}, {PROCESSED[1]} were not given completely"):
@@ -255,7 +272,7 @@ def test_a_layer_that_lacks_something_is_named(processed: type[Processed], loads
 def test_a_layer_that_is_not_in_the_plan_is_left_alone(processed: type[Processed], weights: Weights) -> None:
     norm = next(each.part for each in placed(uneven(), Mesh(), 0, "float32") if each.part.name == "model.norm.weight")
     rank = Rank(parts=[norm])
-    assert rank.load(weights) == sent([norm], weights)
+    assert rank.load(weights) == sent([[norm]], weights)
     assert processed.log == []
 
 
@@ -277,32 +294,84 @@ class Worker(worker.WeightsExtension):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="engines run on Linux")
-def test_each_worker_takes_what_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Weights) -> None:
+@pytest.mark.parametrize("sources", [1, 2])
+def test_each_worker_takes_what_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: int, weights: Weights
+) -> None:
     """All are told the same: the parts of all ranks, and where the buckets of all ranks are."""
     beam_config(**UNEVEN).save_pretrained(tmp_path)
     synchronized: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
     mesh = Mesh(2, 2, experts=True)
-    ranks = [Rank(mesh, number, 1 << 20) for number in range(mesh.size)]
-    memory = [host_memory(1 << 20) for _ in ranks]
+    ranks = [Rank(mesh, number, 1 << 12, sources=sources) for number in range(mesh.size)]
+    memory = [[host_memory(1 << 12) for _ in range(sources)] for _ in ranks]
     workers = [Worker(tmp_path, rank.module, mesh, number) for number, rank in enumerate(ranks)]
     for each in workers:
-        each.beamline_prepare([encode(rank.parts) for rank in ranks], 1 << 20)
-    for bucket in range(max(len(rank.buckets) for rank in ranks)):
-        holding = [bucket < len(rank.buckets) for rank in ranks]
-        for rank, shared, holds in zip(ranks, memory, holding, strict=True):
-            if holds:
-                Copier(rank.buckets[bucket], lambda part: view(weights, part)).pack(shared.buffer)
-        described = [shared.descriptor if holds else b"" for shared, holds in zip(memory, holding, strict=True)]
+        assert each.beamline_prepare([encode(rank.shares) for rank in ranks], 1 << 12) == []
+    rounds = max(len(each) for rank in ranks for each in rank.buckets)
+    for bucket in range(rounds):
+        described = [[b""] * sources for _ in ranks]
+        for r, rank in enumerate(ranks):
+            for s, each_of in enumerate(rank.buckets):
+                if bucket < len(each_of):
+                    Copier(each_of[bucket], lambda part: view(weights, part)).pack(memory[r][s].buffer)
+                    described[r][s] = memory[r][s].descriptor
         for each in workers:
             each.beamline_fill(bucket, described)
     for number, (each, rank) in enumerate(zip(workers, ranks, strict=True)):
-        assert each.beamline_finish() == sent(rank.parts, weights)
+        assert each.beamline_finish() == sent(rank.shares, weights)
         assert_holds(rank.module, assembled(uneven(), mesh, number, weights))
-    assert len(synchronized) == sum(len(rank.buckets) for rank in ranks)
-    for each, shared in zip(workers, memory, strict=True):
+    assert len(synchronized) == sum(max(map(len, rank.buckets)) for rank in ranks)
+    for each in workers:
         each._beamline_close()
+    for shared in chain.from_iterable(memory):
         shared.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="engines run on Linux")
+def test_workers_receive_from_ranks_that_they_meet_in_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Weights
+) -> None:
+    """Two of the learner, and two workers, each of which waits for all others; and another group after that one."""
+    beam_config(**UNEVEN).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    mesh, sources = Mesh(2), 2
+    ranks = [Rank(mesh, number, 1 << 12, sources=sources) for number in range(mesh.size)]
+    shares = [rank.shares for rank in ranks]
+    place = lambda part: view(weights, part)  # noqa: E731
+    packers = [Packer(shares, source, place, torch.device("cpu"), 1 << 12) for source in range(sources)]
+    workers = [Worker(tmp_path, rank.module, mesh, number) for number, rank in enumerate(ranks)]
+    rounds = max(packer.rounds for packer in packers)
+
+    def send(packer: Packer, meeting: Meeting) -> None:
+        packer.join(meeting)
+        for number in range(rounds):
+            packer.send(number)
+
+    def take(each: Worker, meeting: Meeting) -> list[int]:
+        each.beamline_prepare([encode(rank) for rank in shares], 1 << 12)
+        each.beamline_join(encode(meeting))
+        for number in range(rounds):
+            each.beamline_fill(number, None)
+        return each.beamline_finish()
+
+    for _ in range(2):
+        meeting = Meeting("127.0.0.1", free_port(), sources, sources + mesh.size, "gloo", 60.0)
+        with ThreadPoolExecutor(sources + mesh.size) as pool:
+            sending = [pool.submit(send, packer, meeting) for packer in packers]
+            taking = [pool.submit(take, each, meeting) for each in workers]
+            for each in sending:
+                each.result()
+            found = [each.result() for each in taking]
+        for number, rank in enumerate(ranks):
+            assert found[number] == sent(rank.shares, weights)
+            assert_holds(rank.module, assembled(uneven(), mesh, number, weights))
+        for _, parameter in (pair for rank in ranks for pair in rank.module.named_parameters()):
+            parameter.data.zero_()
+    for worker_ in workers:
+        worker_._beamline_close()
+    for packer in packers:
+        packer.close()
 
 
 def test_a_parameter_that_a_kernel_pads_is_refused_with_both_shapes(weights: Weights) -> None:

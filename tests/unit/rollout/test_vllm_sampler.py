@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 from beamline.config.vllm import TEMPERATURES
 from beamline.records import Completion, Key, Request
 from beamline.rollout.vllm.fleet import Fleet
-from beamline.rollout.vllm.messages import Abort, DeviceMemory
+from beamline.rollout.vllm.messages import Abort, DeviceMemory, Prepared
 from beamline.rollout.vllm.replica import EngineFailedError
 from beamline.rollout.vllm.weights import Delivery
 from beamline.transfer.plan import TransferError
@@ -283,7 +284,10 @@ def test_what_had_ended_and_what_new_weights_end_come_once(one: SharedEngines) -
 def test_an_engine_that_holds_something_else_than_was_sent_is_not_trusted(
     failing: Callable[..., SharedEngines],
 ) -> None:
-    message = r"engine float32-0, rank 2: .* of lm_head.weight is not what was sent \(checksum \w{8}, not \w{8}\)"
+    message = (
+        r"engine float32-0, rank 2: .* of lm_head.weight is not what was sent by rank 0 of the learner "
+        r"\(checksum \w{8}, not \w{8}\)"
+    )
     engines = failing("--fault", "garble")
     with pytest.raises(TransferError, match=message):
         engines.sampler(MODULE)
@@ -328,6 +332,47 @@ def test_weights_pass_through_buckets_of_any_size(one: SharedEngines, bucket_byt
     sampler = one.sampler(OTHER, bucket_bytes=bucket_bytes).sampler
     assert one.fleet().number() - number - 1 in commands  # to prepare, to fill, to finish
     assert_same_bits(expected, run(sampler, requests()))
+
+
+def test_weights_come_through_a_group_again_and_again(two: SharedEngines) -> None:
+    """Of the engines' four ranks each, and one of the learner, by gloo."""
+    expected = [run(two.sampler(module).sampler, requests()) for module in (MODULE, OTHER)]
+    bench = two.sampler(MODULE, group_seconds=LONG)
+    assert_same_bits(expected[0], run(bench.sampler, requests()))
+    bench.give(OTHER, 2, "keep")
+    assert_same_bits(expected[1], run(bench.sampler, requests()))
+
+
+@pytest.mark.parametrize("at", ["fill", "finish"])
+def test_an_engine_that_dies_in_a_group_is_replaced(
+    failing: Callable[..., SharedEngines], tmp_path: Path, at: str
+) -> None:
+    engines = failing("--fault", "kill", "--at", at, "--after", 1, "--once", tmp_path / "killed")
+    sampler = engines.sampler(MODULE, group_seconds=LONG).sampler
+    assert versions(*run(sampler, [request(12)])) == {1}
+    if at == "finish":  # of the second load
+        engines.sampler(OTHER, group_seconds=LONG)
+    assert engines.fleet().restarts == 1
+
+
+class OnOneGpu:
+    """A supply of two ranks, of which the second is on a GPU of the engine."""
+
+    rounds = 1
+
+    def gpus(self) -> list[str]:
+        return ["GPU-0", "GPU-1"]
+
+
+def test_ranks_of_one_gpu_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    source: Any = SimpleNamespace(supply=lambda *_: OnOneGpu())
+    fleet: Any = SimpleNamespace(
+        replicas=[SimpleNamespace(name="vllm-0", prepared_for=None)],
+        ask=lambda *_: Prepared([["GPU-2", "GPU-1"], ["GPU-1", "GPU-2"]]),
+    )
+    message = r"rank 1 of the learner and rank 1 of engine vllm-0 are on one GPU \(GPU-1\).*weights=shared"
+    with pytest.raises(TransferError, match=message):
+        Delivery([], source, 1 << 20, LONG).deliver(fleet, 0, 1)
 
 
 def test_the_layout_is_that_of_all_engines(one: SharedEngines, two: SharedEngines) -> None:

@@ -129,7 +129,7 @@ def saved(config: RunConfig) -> RunState:
 def test_a_run_goes_on_with_other_gpus_and_other_buckets(tmp_path: Path) -> None:
     began = saved(config_of(tmp_path))
     other = "{bucket_mb: 64, replicas: 2, devices: [3, 1], max_restarts: 7, start_seconds: 60, token_seconds: 9}"
-    check_same(config_of(tmp_path, f"rollout.vllm={other}"), {}, "", began)
+    check_same(config_of(tmp_path, f"rollout.vllm={other}", "rollout.vllm.weights=group"), {}, "", began)
 
 
 @pytest.mark.parametrize(
@@ -268,9 +268,11 @@ def test_the_sampler_knows_what_its_engines_are_told(built: Callable[..., Built]
     settings = ("seed=5", "rollout.vllm={tensor_parallel: 2, dtype: float32, bucket_mb: 3}")
     sampler = built(config_of(tmp_path, *settings), tmp_path)
     (launch,) = launches_of(sampler)
-    _, shape, mesh, dtype, positions, seed, _, bucket_bytes = sampler.arguments
+    _, shape, mesh, dtype, positions, seed, _, bucket_bytes, group_seconds = sampler.arguments
     assert (shape, mesh) == (BeamShape.from_folder(STARTER), Mesh(tensor=2))
-    assert (dtype, positions, seed, bucket_bytes) == ("float32", 36, 5, 3 << 20)
+    assert (dtype, positions, seed, bucket_bytes, group_seconds) == ("float32", 36, 5, 3 << 20, None)
+    apart = built(config_of(tmp_path, "rollout.vllm={weights: group, token_seconds: 7}"), tmp_path)
+    assert apart.arguments[-1] == 7
     told = launch.arguments
     assert (told["model"], told["max_model_len"], told["dtype"]) == (str(STARTER), 36, "float32")
 

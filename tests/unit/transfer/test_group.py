@@ -3,10 +3,8 @@
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch import Tensor
 from beamline.model.layout import DType, Layout, TensorSlice
 from beamline.transfer.buckets import Copier, buckets
 from beamline.transfer.dtypes import TORCH_DTYPES
-from beamline.transfer.group import Group, connect
+from beamline.transfer.group import Group, connect, free_port
 from beamline.transfer.plan import TransferError, plan
 
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -25,12 +23,6 @@ PROCESSES.set_forkserver_preload(["torch", "beamline.transfer.group"])
 LIMIT = 60  # seconds until a process that hangs fails the test
 
 Job = Callable[..., Any]
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def call(result: Connection, job: Job, arguments: tuple[Any, ...]) -> None:
