@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 from beamline import cli
+from beamline.learner.megatron import ranks
 from beamline.runtime import megatron
 from tests.cluster.ranks import on_cpu
 
@@ -30,14 +31,14 @@ KINDS = {"die": die, "fail": fail, "hang": hang}
 
 
 def spoil(rank: int, method: str, number: int, kind: str) -> None:
-    """Have a method of this process's rank do something else, once."""
+    """Have a method do something else, once, if this process is that rank."""
     from beamline.learner.megatron.rank import Rank
 
     original, calls = getattr(Rank, method), []
 
     def spoiled(self: Rank, *arguments: Any) -> Any:
         calls.append(1)
-        if len(calls) == number and self.number == rank:
+        if len(calls) == number and int(os.environ["RANK"]) == rank:
             KINDS[kind]()
         return original(self, *arguments)
 
@@ -46,6 +47,7 @@ def spoil(rank: int, method: str, number: int, kind: str) -> None:
 
 def main() -> None:
     on_cpu()
+    ranks.FAILED_SECONDS = 5.0
     megatron.DEVICE = "cpu"
     for fault in filter(None, os.environ.get("FAULT", "").split(",")):
         rank, method, number, kind = fault.split(":")

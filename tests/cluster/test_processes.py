@@ -165,6 +165,12 @@ def test_what_several_processes_cannot_do_is_refused(size: int, arguments: list[
         ("1:update:2:die", "update: another rank of the learner has ended", None),
         ("0:update:2:die", None, "rank 1 of the learner: the first one has ended"),
         ("1:of_supply:3:fail", "RankFailedError: rank 1 of the learner: Traceback", "ZeroDivisionError: told to fail"),
+        (
+            "1:update:2:fail",
+            "RankFailedError: update: another rank of the learner has ended",
+            "it failed, and they wait",
+        ),
+        ("1:__init__:1:die", "rank 0 of the learner ends, because rank 1 has", None),
         ("0:apply:1:hang,1:apply:1:die", "rank 0 of the learner ends, because rank 1 has", None),
         ("0:apply:1:die,1:apply:1:hang", None, "rank 1 of the learner ends, because rank 0 has"),
     ],

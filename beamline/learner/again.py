@@ -1,0 +1,80 @@
+"""Values that are computed again for the backward pass rather than kept until then."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+class Again:
+    """Results of a function whose memory is given back once they have been used, and filled again when gradients come.
+
+    Cheaper than to compute a whole layer again, where the function is: no product of matrices is made twice. Use it so::
+
+        again = Again(norm, x, weight, eps)
+        y = again.used(linear(again.only))
+
+    Args:
+        function: gives a tensor or several, the same for the same arguments, none of them an argument or a view of it.
+        arguments: its arguments, which are kept.
+    """
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._function, self._arguments = function, arguments
+        self._made: tuple[Tensor, ...] = ()
+        self._recomputed: tuple[list[Tensor], tuple[Tensor, ...]] | None = None
+        tensors = [each for each in arguments if isinstance(each, Tensor)]
+        self.results: tuple[Tensor, ...] = cast(Any, _Once).apply(self, *tensors)
+
+    @property
+    def only(self) -> Tensor:
+        """The result of a function that gives one."""
+        (result,) = self.results
+        return result
+
+    def used(self, outcome: Tensor) -> Tensor:
+        """Give the memory of the results back: ``outcome`` is all that was made of them, and does not share it."""
+        if outcome.requires_grad:
+            for made in self._made:
+                made.untyped_storage().resize_(0)
+            outcome.register_hook(self._compute)
+        return outcome
+
+    def _compute(self, _: Tensor) -> None:
+        """Fill the results' memory again, before the gradient goes to where they were used."""
+        leaves = [each.detach().requires_grad_(each.requires_grad) for each in self._tensors()]
+        with torch.enable_grad():
+            results = self._call(leaves)
+        for made, result in zip(self._made, results, strict=True):
+            made.untyped_storage().resize_(result.nbytes)
+            made.untyped_storage().copy_(result.detach().contiguous().untyped_storage())
+        self._recomputed = leaves, results
+
+    def _tensors(self) -> list[Tensor]:
+        return [each for each in self._arguments if isinstance(each, Tensor)]
+
+    def _call(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        given = iter(tensors)
+        found = self._function(*(next(given) if isinstance(each, Tensor) else each for each in self._arguments))
+        return found if isinstance(found, tuple) else (found,)
+
+
+class _Once(torch.autograd.Function):
+    """The function, without what it would keep; its gradient is that of the results that were computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, again: Again, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.again = again
+        again._made = again._call(list(tensors))
+        return again._made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        again: Again = ctx.again
+        assert again._recomputed is not None
+        leaves, results = again._recomputed
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = iter(torch.autograd.grad(results, wanted, grads))
+        again._recomputed, again._made = None, ()
+        return None, *(next(found) if leaf.requires_grad else None for leaf in leaves)
