@@ -9,6 +9,8 @@ from beamline.config.section import Positive, Section
 
 Target = Annotated[str, Field(pattern=r"^[a-z_]+(\.[a-z_]+)*$")]
 
+Recompute = Literal["none", "selective", "full"]
+
 RANK_STEP = 8
 """Ranks are multiples of it: rows of grouped matrix products are aligned."""
 
@@ -51,7 +53,8 @@ class PolicyConfig(Section):
     """Type of the model's weights. In `bfloat16` every weight that is trained has a float32 one beside it, which is
     what is updated and saved; with `learner.engine=torch` it is without `parity`. Adapters are float32 in either
     case."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    recompute: Recompute = "none"
+    """What an update computes again in the backward pass instead of keeping it: nothing; what lies between products of
+    matrices (`selective`, of the Megatron learner), such as norms and activations; or each layer (`full`)."""
     head_chunk_rows: Positive = 2048
     """Rows of the vocabulary projection computed at a time; `[rows, vocabulary]` is the largest tensor of the head."""

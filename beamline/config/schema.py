@@ -359,6 +359,8 @@ class RunConfig(Section):
                 f"policy.lora.experts=none leaves out {', '.join(left_out)} of policy.lora.targets: use "
                 "policy.lora.experts=per_expert, or other targets"
             )
+        if self.learner.engine == "torch" and policy.recompute == "selective":
+            yield "policy.recompute=selective is of learner.engine=megatron; use full, or none"
         if self.learner.engine == "torch" and policy.parity:
             if policy.dtype == "bfloat16":
                 yield "policy.dtype=bfloat16 needs policy.parity=false: the kernels of parity compute in float32"

@@ -1,24 +1,38 @@
 """Values that are computed again for the backward pass rather than kept until then."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+Make: TypeAlias = Callable[..., tuple[Any, Callable[[Tensor], Tensor]]]
+"""Calls a function with arguments. Gives its result, and what is to be called with all that was made of that."""
 
-class Again:
-    """Results of a function whose memory is given back once they have been used, and filled again when gradients come.
 
-    Cheaper than to compute a whole layer again, where the function is: no product of matrices is made twice. Use it so::
+def kept(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    """The result is kept for the backward pass. A :data:`Make`."""
+    return function(*arguments), _as_it_is
 
-        again = Again(norm, x, weight, eps)
-        y = again.used(linear(again.only))
 
-    Args:
-        function: gives a tensor or several, the same for the same arguments, none of them an argument or a view of it.
-        arguments: its arguments, which are kept.
+def again(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    """The result's memory is given back once it has been used, and filled again when gradients come. A :data:`Make`.
+
+    Cheaper than to compute a whole layer again where the function is: no product of matrices is made twice. It must
+    give the same for the same arguments, and none of them or a view of it.
     """
+    if not torch.is_grad_enabled():
+        return kept(function, *arguments)
+    made = _Again(function, *arguments)
+    return made.results if len(made.results) > 1 else made.results[0], made.used
+
+
+def _as_it_is(outcome: Tensor) -> Tensor:
+    return outcome
+
+
+class _Again:
+    """A function's results, and how they come again from its arguments, which are kept."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._function, self._arguments = function, arguments
@@ -26,12 +40,6 @@ class Again:
         self._recomputed: tuple[list[Tensor], tuple[Tensor, ...]] | None = None
         tensors = [each for each in arguments if isinstance(each, Tensor)]
         self.results: tuple[Tensor, ...] = cast(Any, _Once).apply(self, *tensors)
-
-    @property
-    def only(self) -> Tensor:
-        """The result of a function that gives one."""
-        (result,) = self.results
-        return result
 
     def used(self, outcome: Tensor) -> Tensor:
         """Give the memory of the results back: ``outcome`` is all that was made of them, and does not share it."""
@@ -64,14 +72,14 @@ class _Once(torch.autograd.Function):
     """The function, without what it would keep; its gradient is that of the results that were computed again."""
 
     @staticmethod
-    def forward(ctx: Any, again: Again, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, again: _Again, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.again = again
         again._made = again._call(list(tensors))
         return again._made
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        again: Again = ctx.again
+        again: _Again = ctx.again
         assert again._recomputed is not None
         leaves, results = again._recomputed
         wanted = [leaf for leaf in leaves if leaf.requires_grad]

@@ -106,7 +106,7 @@ def megatron_rank(config: RunConfig, folder: Path) -> "Iterator[tuple[Rank, Rank
         try:
             initialize(mesh)
             policy = config.policy
-            model_config, recompute = BeamConfig.from_pretrained(folder), policy.activation_checkpointing
+            model_config, recompute = BeamConfig.from_pretrained(folder), policy.recompute
             stage = Stage(model_config, mesh, policy.dtype, device, recompute)
             stage.read(folder)
             rank = Rank(stage, mesh, config.learner, policy.head_chunk_rows)

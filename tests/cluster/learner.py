@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from beamline.config.policy import Recompute
 from beamline.config.schema import LearnerConfig, OptimizerConfig
 from beamline.model.layout import DType
 from beamline.policy.weights import named_tensors
@@ -27,6 +28,7 @@ def with_learner(
     optimizer: Mapping[str, Any],
     micro_batch_tokens: int,
     dtype: DType,
+    recompute: Recompute,
     arguments: tuple[Any, ...],
 ) -> Any:
     """On the first rank: what the job makes of a learner over all ranks. On the others: nothing."""
@@ -38,7 +40,7 @@ def with_learner(
 
     mesh = Mesh(**mesh_sizes)
     initialize(mesh)
-    stage = Stage(config, mesh, dtype, torch.device("cpu"))
+    stage = Stage(config, mesh, dtype, torch.device("cpu"), recompute)
     for each, view in stage.placed():
         view.copy_(weights[each.part.name][each.part.index])
     settings = LearnerConfig(micro_batch_tokens=micro_batch_tokens, optimizer=OptimizerConfig(**optimizer))

@@ -170,5 +170,5 @@ def test_a_value_that_is_not_finite_is_found_on_whichever_rank_holds_it(name: st
     weights = dict(weights_of(random_beam()))
     weights[name][-1, -1] = torch.nan
     sizes = MESHES["all"]
-    shared = (not_finite, sizes, beam_config(), weights, OPTIMIZER, ROWS, "float32", ())
+    shared = (not_finite, sizes, beam_config(), weights, OPTIMIZER, ROWS, "float32", "none", ())
     assert on_ranks(size_of(sizes), with_learner, *shared)[0] == name

@@ -133,7 +133,7 @@ def torch_learner(
         device=device,
         lora=LoraConfig(dropout=dropout),
         r3=r3,
-        activation_checkpointing=recompute,
+        recompute="full" if recompute else "none",
     )
     adapters = None if lora is None else random_adapters(shape_of(module), lora, b)
     return TorchLearner(module, policy, config, channel or LocalChannel(), adapters, reference)

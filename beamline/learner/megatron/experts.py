@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup, all_to_all_single
 from transformers import BeamConfig
 from transformers.models.beam.modeling_beam import BeamTopKRouter
 
+from beamline.learner.again import Make, kept
 from beamline.policy.grouped import grouped_linear
 from beamline.policy.passes import gather, inverse, mixed, swiglu
 from beamline.policy.router import chosen_experts, chosen_weights, sorted_by_expert
@@ -22,10 +23,12 @@ class Experts(nn.Module):
         config: of the model.
         ranks: those that share the experts; this one's index among them says which are its own.
         dtype: of the weights.
+        make: how what lies between products of matrices is held for the backward pass.
     """
 
-    def __init__(self, config: BeamConfig, ranks: ProcessGroup, dtype: torch.dtype) -> None:
+    def __init__(self, config: BeamConfig, ranks: ProcessGroup, dtype: torch.dtype, make: Make) -> None:
         super().__init__()
+        self._make = make
         self._ranks, self._all = ranks, config.num_experts
         self._own = config.num_experts // ranks.size()
         hidden, width = config.hidden_size, config.moe_intermediate_size
@@ -39,7 +42,10 @@ class Experts(nn.Module):
         """
         order, back, ends = sorted_by_expert(chosen_NK, self._all)
         sent = ends.diff(prepend=ends.new_zeros(1))
-        outer = self._at_experts(gather(x_ND, order // chosen_NK.shape[1], back, chosen_NK.shape[1]), sent)
+        # What goes to other ranks is not kept here in any case.
+        make = self._make if self._ranks.size() == 1 else kept
+        rows, used = make(gather, x_ND, order // chosen_NK.shape[1], back, chosen_NK.shape[1])
+        outer = used(self._at_experts(rows, sent))
         return mixed(outer, weights_NK, order, back)
 
     def _at_experts(self, rows: Tensor, sent: Tensor) -> Tensor:
@@ -59,25 +65,33 @@ class Experts(nn.Module):
 
     def _own_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
-        return grouped_linear(swiglu(grouped_linear(rows, self.gate_up_proj, ends)), self.down_proj, ends)
+        inner, used = self._make(swiglu, grouped_linear(rows, self.gate_up_proj, ends))
+        return used(grouped_linear(inner, self.down_proj, ends))
 
 
 class Moe(nn.Module):
     """A router, which is the same on all ranks, and its experts."""
 
-    def __init__(self, config: BeamConfig, ranks: ProcessGroup, dtype: torch.dtype) -> None:
+    def __init__(self, config: BeamConfig, ranks: ProcessGroup, dtype: torch.dtype, make: Make) -> None:
         super().__init__()
+        self._make = make
         self.gate = BeamTopKRouter(config).float()
-        self.experts = Experts(config, ranks, dtype)
+        self.experts = Experts(config, ranks, dtype, make)
         self._factor: float = config.routed_scaling_factor
 
     def forward(self, x_N1D: Tensor) -> Tensor:
         """Rows ``[N, 1, D]`` of this rank."""
         x_ND = x_N1D.squeeze(1)
         gate = self.gate
-        logits_NE = F.linear(x_ND.float(), gate.weight)
+        wide_ND, used = self._make(_wide, x_ND)
+        logits_NE = used(F.linear(wide_ND, gate.weight))
         bias_E = gate.e_score_correction_bias
         chosen_NK = chosen_experts(logits_NE, bias_E, gate.num_group, gate.topk_group, gate.top_k)
         weights_NK = chosen_weights(logits_NE, chosen_NK, gate.norm_topk_prob)
         out: Tensor = self.experts(x_ND, weights_NK, chosen_NK) * self._factor
         return out.unsqueeze(1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """A float32 copy, also of what is float32."""
+    return x.to(torch.float32, copy=True)

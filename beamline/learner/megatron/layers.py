@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from transformers import BeamConfig
 from transformers.models.beam.modeling_beam import BeamRMSNorm
 
+from beamline.learner.again import Make
 from beamline.learner.megatron.experts import Moe
 from beamline.learner.megatron.packed import Packed
 from beamline.policy.passes import gated, norm, normed_sum, residual_shares, swiglu
@@ -22,8 +23,9 @@ from beamline.policy.passes import gated, norm, normed_sum, residual_shares, swi
 class Attention(nn.Module):
     """Attention with a gate for each head. A tensor rank has the query heads of its key heads."""
 
-    def __init__(self, config: BeamConfig, layer: int, parallel: ModelParallelConfig) -> None:
+    def __init__(self, config: BeamConfig, layer: int, parallel: ModelParallelConfig, make: Make) -> None:
         super().__init__()
+        self._make = make
         ranks, self._head = parallel.tensor_model_parallel_size, config.head_dim
         q, kv = (heads // ranks * self._head for heads in (config.num_attention_heads, config.num_key_value_heads))
         self._widths = q, kv, kv, q
@@ -40,34 +42,46 @@ class Attention(nn.Module):
         parts = qkvg.split(self._widths, dim=-1)
         query, key, value, gate = (part.unflatten(-1, (-1, self._head)) for part in parts)
         norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.variance_epsilon
-        query, key = packed.positioned(query, key, norms, rotated=self._window is not None)
-        out = gated(packed.attend(query, key, value, self._window), gate, self.gate_bias)
-        result: Tensor = self.o_proj(out.flatten(1).unsqueeze(1))[0]
-        return result
+        (query, key), used = self._make(packed.positioned, query, key, *norms, self._window is not None)
+        out = used(packed.attend(query, key, value, self._window))
+        out, used = self._make(gated, out, gate, self.gate_bias)
+        return used(self.o_proj(out.flatten(1).unsqueeze(1))[0])
 
 
 class Mlp(nn.Module):
     """A dense layer: each tensor rank has a part of the hidden units."""
 
-    def __init__(self, config: BeamConfig, parallel: ModelParallelConfig) -> None:
+    def __init__(self, config: BeamConfig, parallel: ModelParallelConfig, make: Make) -> None:
         super().__init__()
+        self._make = make
         self.gate_up_proj = column(config.hidden_size, 2 * config.intermediate_size, parallel)
         self.down_proj = row(config.intermediate_size, config.hidden_size, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """Of this rank's rows."""
-        result: Tensor = self.down_proj(swiglu(self.gate_up_proj(x)[0]))[0]
-        return result
+        x, used = self._make(swiglu, self.gate_up_proj(x)[0])
+        return used(self.down_proj(x)[0])
 
 
 class Layer(nn.Module):
-    """Attention and an MLP, each between two norms, added to what came in by a share that shrinks with depth."""
+    """Attention and an MLP, each between two norms, added to what came in by a share that shrinks with depth.
 
-    def __init__(self, config: BeamConfig, layer: int, parallel: ModelParallelConfig, experts: ProcessGroup) -> None:
+    Args:
+        config: of the model.
+        layer: its number.
+        parallel: how matrices are cut.
+        experts: the ranks that share the experts.
+        make: how what lies between products of matrices is held for the backward pass.
+    """
+
+    def __init__(
+        self, config: BeamConfig, layer: int, parallel: ModelParallelConfig, experts: ProcessGroup, make: Make
+    ) -> None:
         super().__init__()
-        self.self_attn = Attention(config, layer, parallel)
+        self._make = make
+        self.self_attn = Attention(config, layer, parallel, make)
         sparse = config.mlp_layer_types[layer] == "sparse"
-        self.mlp = Moe(config, experts, parallel.params_dtype) if sparse else Mlp(config, parallel)
+        self.mlp = Moe(config, experts, parallel.params_dtype, make) if sparse else Mlp(config, parallel, make)
         layer_norm = partial(BeamRMSNorm, config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = layer_norm().to(parallel.params_dtype)
         self.post_attention_layernorm = layer_norm().to(parallel.params_dtype)
@@ -79,9 +93,11 @@ class Layer(nn.Module):
     def forward(self, h: Tensor, packed: Packed) -> Tensor:
         """Of this rank's rows ``[rows, 1, D]``."""
         first, second = (residual_shares(add, h.device) for add in self._adds)
-        x = self.self_attn(norm(h, self.input_layernorm.weight, self._eps), packed)
+        x, used = self._make(norm, h, self.input_layernorm.weight, self._eps)
+        x = used(self.self_attn(x, packed))
         h = normed_sum(x, h, self.post_attention_layernorm.weight, self._eps, first)
-        x = self.mlp(norm(h, self.pre_feedforward_layernorm.weight, self._eps))
+        x, used = self._make(norm, h, self.pre_feedforward_layernorm.weight, self._eps)
+        x = used(self.mlp(x))
         return normed_sum(x, h, self.post_feedforward_layernorm.weight, self._eps, second)
 
 

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BeamConfig
 from transformers.models.beam.modeling_beam import BeamRMSNorm
 
+from beamline.config.policy import Recompute
+from beamline.learner.again import again, kept
 from beamline.learner.megatron.flat import Flat, Kind
 from beamline.learner.megatron.head import head_logprobs
 from beamline.learner.megatron.layers import Layer, column
@@ -85,8 +87,9 @@ def initialize(mesh: Mesh) -> None:
 class Stage(nn.Module):
     """The layers of this rank's pipeline stage; the first stage has the embedding, the last one the head.
 
-    The process groups of the mesh must have been made. Weights are allocated on ``device`` and hold anything. With
-    ``recompute`` a layer keeps nothing but its input for the backward pass.
+    The process groups of the mesh must have been made. Weights are allocated on ``device`` and hold anything.
+    ``recompute`` says what a layer does not keep for the backward pass: what lies between products of matrices
+    (selective), or anything but its input (full).
 
     Raises:
         ModelError: the model cannot be cut for the mesh.
@@ -95,10 +98,10 @@ class Stage(nn.Module):
     model_type = ModelType.encoder_or_decoder  # for Megatron-Core's schedules
 
     def __init__(
-        self, config: BeamConfig, mesh: Mesh, dtype: DType, device: torch.device, recompute: bool = False
+        self, config: BeamConfig, mesh: Mesh, dtype: DType, device: torch.device, recompute: Recompute = "none"
     ) -> None:
         super().__init__()
-        self.recompute = recompute
+        self._recompute = recompute
         self.beam, self.shape = config, BeamShape.from_config(config.to_dict())
         self.config = parallel_config(config, mesh, TORCH_DTYPES[dtype])
         rank = torch.distributed.get_rank()
@@ -169,7 +172,7 @@ class Stage(nn.Module):
             h = h if self.config.sequence_parallel else h.transpose(0, 1)
         assert h is not None
         for layer in model.layers.values():
-            if self.recompute and torch.is_grad_enabled():
+            if self._recompute == "full" and torch.is_grad_enabled():
                 h = checkpoint(layer, h, packed, use_reentrant=False, preserve_rng_state=False)
             else:
                 h = layer(h, packed)
@@ -205,7 +208,8 @@ class Stage(nn.Module):
                 config=parallel,
             )
         layers = stage_layers(config.num_hidden_layers, self._mesh.pipeline, self._stage)
-        self.model.layers = nn.ModuleDict({str(i): Layer(config, i, parallel, experts) for i in layers})
+        make = again if self._recompute == "selective" else kept
+        self.model.layers = nn.ModuleDict({str(i): Layer(config, i, parallel, experts, make) for i in layers})
         if self.last:
             self.model.norm = BeamRMSNorm(config.hidden_size, config.rms_norm_eps).to(parallel.params_dtype)
             self.lm_head = column(config.hidden_size, config.vocab_size, parallel)

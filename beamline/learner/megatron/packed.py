@@ -12,9 +12,6 @@ from transformers.models.beam.modeling_beam import BeamRotaryEmbedding, compute_
 from beamline.policy import passes
 from beamline.policy.attention import flash, flash_takes, window_mask
 
-Norms = tuple[Tensor, Tensor, float]
-"""Weights ``[d]`` of the norms of queries and of keys, and their epsilon."""
-
 
 @dataclass(frozen=True, slots=True)
 class Packed:
@@ -48,11 +45,14 @@ class Packed:
         """Rows of all sequences."""
         return self.borders_B1[-1]
 
-    def positioned(self, query_NHd: Tensor, key_NGd: Tensor, norms: Norms, rotated: bool) -> tuple[Tensor, Tensor]:
+    def positioned(
+        self, query_NHd: Tensor, key_NGd: Tensor, q_weight_d: Tensor, k_weight_d: Tensor, eps: float, rotated: bool
+    ) -> tuple[Tensor, Tensor]:
         """Normed queries and keys that know their positions: rotated, or scaled queries."""
+        given = query_NHd, key_NGd, q_weight_d, k_weight_d, eps
         if rotated:
-            return passes.rotated(query_NHd, key_NGd, *norms, self.cos_Nd, self.sin_Nd)
-        return passes.scaled(query_NHd, key_NGd, *norms, self.scale_N)
+            return passes.rotated(*given, self.cos_Nd, self.sin_Nd)
+        return passes.scaled(*given, self.scale_N)
 
     def attend(self, query_NHd: Tensor, key_NGd: Tensor, value_NGd: Tensor, window: int | None) -> Tensor:
         """Causal attention within each sequence, ``[N, H, d]``; a query sees ``window`` tokens, itself included.

@@ -93,7 +93,7 @@ class TorchLearner:
         held = [tensor for each in modules for tensor in each.state_dict().values()]
         self._offload = Offload([*held, *self._optimizer.memory()], [])
         self._module.train()
-        if policy.activation_checkpointing:
+        if policy.recompute == "full":
             cast(Any, module).gradient_checkpointing_enable({"use_reentrant": False})
 
     def forward(

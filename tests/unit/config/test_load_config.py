@@ -32,7 +32,7 @@ def test_what_the_recipe_leaves_out_keeps_its_default(load: Load) -> None:
         ("learner.optimizer.lr=3", 3.0),
         ("data.train.levels=[2,3]", [2, 3]),
         ("checkpoint.resume=latest", "latest"),
-        ("policy.activation_checkpointing=true", True),
+        ("policy.r3=true", True),
         ("checkpoint.dir=null", None),
         ("model.path=a=b", "a=b"),
         ("model.path='a, b: c #d'", "a, b: c #d"),

@@ -225,6 +225,13 @@ def test_a_model_in_bfloat16_without_parity(recipe: Path, device: str, rank: int
     assert (policy.dtype, policy.device, policy.lora.rank) == ("bfloat16", device, rank)
 
 
+def test_only_the_megatron_learner_computes_selectively_again(recipe: Path) -> None:
+    assert load_config(recipe, ["learner=megatron", "policy.recompute=selective"]).policy.recompute == "selective"
+    assert problems(recipe, "policy.recompute=selective") == [
+        "policy.recompute=selective is of learner.engine=megatron; use full, or none"
+    ]
+
+
 def test_the_megatron_learner_is_told_no_device(recipe: Path) -> None:
     assert load_config(recipe, ["learner=megatron"]).policy.device == "cpu"
     assert problems(recipe, "learner=megatron", "policy.device=cuda") == [
