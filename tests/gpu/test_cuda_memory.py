@@ -9,7 +9,7 @@ from torch import Tensor
 
 from beamline.model.layout import TensorSlice
 from beamline.transfer.buckets import Copier, buckets, checksum
-from beamline.transfer.memory import cuda_memory
+from beamline.transfer.memory import cuda_memory, gpu_of, memory_for, visible_gpus
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -37,6 +37,14 @@ def test_another_process_sees_and_writes_the_same_bytes_and_closing_gives_them_b
     assert (memory.buffer == 2).all()
     memory.close()
     assert torch.cuda.memory_allocated(DEVICE) == before
+
+
+def test_memory_is_on_the_gpu_only_where_the_other_process_sees_it() -> None:
+    for gpus, on_gpu in (([gpu_of(DEVICE)], True), (["GPU-of-another-machine"], False), ([], False)):
+        memory = memory_for(1 << 10, DEVICE, gpus)
+        assert memory.buffer.is_cuda == on_gpu
+        memory.close()
+    assert visible_gpus()[0] == gpu_of(DEVICE)
 
 
 def parts_and_views() -> tuple[list[TensorSlice], dict[str, Tensor]]:
