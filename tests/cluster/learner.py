@@ -1,4 +1,4 @@
-"""A learner over Megatron-Core on the CPU, of one rank or several, for tests."""
+"""A learner over Megatron-Core, of one rank or several, for tests."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,6 +30,7 @@ def with_learner(
     dtype: DType,
     recompute: Recompute,
     arguments: tuple[Any, ...],
+    device: str = "cpu",
 ) -> Any:
     """On the first rank: what the job makes of a learner over all ranks. On the others: nothing."""
     from beamline.learner.megatron.learner import MegatronLearner
@@ -40,7 +41,7 @@ def with_learner(
 
     mesh = Mesh(**mesh_sizes)
     initialize(mesh)
-    stage = Stage(config, mesh, dtype, torch.device("cpu"), recompute)
+    stage = Stage(config, mesh, dtype, torch.device(device), recompute)
     for each, view in stage.placed():
         view.copy_(weights[each.part.name][each.part.index])
     settings = LearnerConfig(micro_batch_tokens=micro_batch_tokens, optimizer=OptimizerConfig(**optimizer))
