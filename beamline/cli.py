@@ -289,7 +289,3 @@ def main() -> None:
             again = [word for word in sys.argv if not word.startswith("checkpoint.resume=")]
             console.print(f"go on:  {escape(shlex.join([*again, 'checkpoint.resume=latest']))}", highlight=False)
         raise SystemExit(code) from None
-
-
-if __name__ == "__main__":
-    main()

@@ -214,7 +214,7 @@ def _version(package: str) -> str | None:
 def train(recipe: str, overrides: Sequence[str], folder: Path) -> float:
     """Train a recipe into a folder, anew and by the real command line; returns the seconds of the process."""
     shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, "-m", "beamline.cli", "train", f"recipes/{recipe}.yaml", *overrides, f"output={folder}"]
+    command = [sys.executable, "-m", "beamline", "train", f"recipes/{recipe}.yaml", *overrides, f"output={folder}"]
     start = time.perf_counter()
     subprocess.run(command, check=True)
     return time.perf_counter() - start

@@ -97,7 +97,7 @@ def _measure(runs: int) -> dict[str, Any]:
 
 
 def _run(raw: Path, out: Path) -> dict[str, float]:
-    command = [sys.executable, "-m", "beamline.cli", "data", "prepare", "dapo", "--from", str(raw), "--out", str(out)]
+    command = [sys.executable, "-m", "beamline", "data", "prepare", "dapo", "--from", str(raw), "--out", str(out)]
     start = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(child.pid, 0)

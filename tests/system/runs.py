@@ -34,7 +34,7 @@ class Process:
         self.log = log
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "beamline.cli", *map(str, arguments)],
+                [sys.executable, "-m", "beamline", *map(str, arguments)],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"PYTHONPATH": str(ROOT)},

@@ -51,7 +51,7 @@ def json_lines(path: Path, *rows: Any) -> Path:
 
 
 def run(*arguments: str | Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "beamline.cli", "data", "prepare", *map(str, arguments)]
+    command = [sys.executable, "-m", "beamline", "data", "prepare", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
 
 
