@@ -1,5 +1,6 @@
-"""``python -m beamline``, which is what torchrun starts."""
+"""``python -m beamline`` is the command line: torchrun starts a module, and not a command that is on the path."""
 
 from beamline.cli import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -25,7 +25,7 @@ from beamline.config.layers import (
     read_recipe,
     settings,
 )
-from beamline.config.schema import RunConfig
+from beamline.config.schema import ABSENT, RunConfig
 from beamline.config.vllm import SECTION, instead_of
 
 DEFAULTS, BASE, RECIPE, OVERRIDES = range(4)
@@ -195,6 +195,8 @@ def _unknown_key(path: KeyPath, given: Any, where: str) -> Problem:
         path = (*path, part)
     if section == SECTION:
         reason = f"unknown key; {instead_of(key)}"
+    elif instead := ABSENT.get(".".join(path)):
+        reason = f"unknown key; {instead}"
     elif meant := nearest(".".join(path), section=isinstance(given, dict)):
         reason = f"unknown key; did you mean {' or '.join(meant)}?"
     else:

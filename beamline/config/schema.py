@@ -221,6 +221,16 @@ class ParallelConfig(Section):
     """Pipeline parallel: stages that the layers are divided into."""
 
 
+ABSENT = {
+    "learner.parallel.cp": (
+        "there is no context parallelism: attention sees each sequence whole on a rank. For long sequences use "
+        "learner.parallel.tp, whose ranks share the heads, and the rows between layers (sequence parallel), "
+        "policy.recompute, and a smaller learner.micro_batch_tokens"
+    )
+}
+"""Keys that are looked for and do not exist, and what to do instead."""
+
+
 class LearnerConfig(Section):
     """The engine that trains."""
 

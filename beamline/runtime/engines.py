@@ -203,11 +203,10 @@ def load_models(config: RunConfig, begins: bool = True) -> Models:
         ModelError: the model folder cannot be used.
     """
     require_engine(config)
+    require_learner(config)
     if config.learner.engine == "megatron":
-        require_megatron()
         check_megatron(config, check_model(config))
         return Models(None, None, None)
-    require_device(config)
     module, adapters = load_module(config), load_adapters(config, begins)
     needs_copy = config.algorithm.kl.place != "none" and adapters is None
     return Models(module, adapters, load_module(config) if needs_copy else None)
@@ -282,13 +281,15 @@ def require_engine(config: RunConfig) -> None:
         require_vllm()
 
 
-def require_device(config: RunConfig) -> None:
-    """Make sure that the device where the torch learner is to train is here.
+def require_learner(config: RunConfig) -> None:
+    """Make sure that what a run learns with is here, and where.
 
     Raises:
         ConfigError: it is not.
     """
-    if config.policy.device == "cuda" and not torch.cuda.is_available():
+    if config.learner.engine == "megatron":
+        require_megatron()
+    elif config.policy.device == "cuda" and not torch.cuda.is_available():
         reason = "torch finds no NVIDIA GPU here: use cpu"
         raise ConfigError([Problem(reason, "policy.device", "cuda")])
 

@@ -20,12 +20,12 @@ from beamline.runtime.engines import (
     load_chat,
     load_module,
     positions,
-    require_device,
+    require_engine,
+    require_learner,
 )
 from beamline.runtime.megatron import check_megatron
 from beamline.runtime.resume import resume_from
 from beamline.runtime.session import open_from
-from beamline.runtime.vllm import lacking
 
 
 def preview(config: RunConfig) -> str:
@@ -74,12 +74,13 @@ def _at_a_time(rollout: RolloutConfig) -> str:
 
 def _needs_lines(config: RunConfig) -> list[str]:
     """What the run itself would lack on this machine."""
-    reasons = [lacking()] if config.rollout.engine == "vllm" else []
-    try:
-        require_device(config)
-    except ConfigError as error:
-        reasons.append(str(error))
-    return [f"needs       {reason}" for reason in reasons if reason]
+    lines = []
+    for require in (require_engine, require_learner):
+        try:
+            require(config)
+        except ConfigError as error:
+            lines += [f"needs       {problem}" for problem in error.problems]
+    return lines
 
 
 def _trained_line(config: RunConfig, shape: BeamShape) -> str:

@@ -23,23 +23,17 @@ def mesh(rollout: RolloutConfig) -> Mesh:
     return Mesh(rollout.vllm.tensor_parallel, rollout.vllm.pipeline_parallel, rollout.vllm.expert_parallel)
 
 
-def lacking() -> str | None:
-    """What to do where vLLM is not installed; None where it is."""
-    if find_spec("vllm") is not None:
-        return None
-    return (
-        "vLLM is not installed here: make setup-gpu makes an environment with it (Python 3.12, Linux, an NVIDIA GPU); "
-        "see docs/vllm.md"
-    )
-
-
 def require_vllm() -> None:
     """Make sure that vLLM is here, before anything is loaded.
 
     Raises:
         ConfigError: it is not installed.
     """
-    if reason := lacking():
+    if find_spec("vllm") is None:
+        reason = (
+            "vLLM is not installed here: make setup-gpu makes an environment with it (Python 3.12, Linux, an NVIDIA "
+            "GPU); see docs/vllm.md"
+        )
         raise ConfigError([Problem(reason, "rollout.engine", "vllm")])
 
 

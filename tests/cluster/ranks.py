@@ -12,6 +12,7 @@ from datetime import timedelta
 from multiprocessing import get_context
 from typing import Any
 
+import pytest
 import torch
 
 PROCESSES = get_context("forkserver")
@@ -19,10 +20,8 @@ PROCESSES.set_forkserver_preload(["torch", "transformers.models.beam.modeling_be
 LIMIT = timedelta(seconds=120)
 
 
-def on_cpu() -> None:
-    """Have Megatron-Core put its tensors on the CPU."""
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+def on_cpu() -> pytest.MonkeyPatch:
+    """Have Megatron-Core put its tensors on the CPU, until what is given here is undone."""
     from megatron.core.pipeline_parallel import schedules
 
     class OnCpu:
@@ -35,7 +34,11 @@ def on_cpu() -> None:
         def zeros(*sizes: Any, **settings: Any) -> torch.Tensor:
             return torch.zeros(*sizes, **settings | {"device": "cpu"})
 
-    schedules.torch = OnCpu()
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    patch.setattr(schedules, "torch", OnCpu())
+    return patch
 
 
 def on_ranks(size: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:

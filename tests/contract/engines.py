@@ -1,4 +1,8 @@
-"""What makes an engine for the contract. A new engine is one more function here and one more name in its table."""
+"""What makes an engine for the contract. A new engine is one more function here and one more name in its table.
+
+Or, if it cannot be in every process that runs tests, fixtures beside its own tests: ``tests/cluster`` has those of the
+learner over Megatron-Core.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -139,9 +143,12 @@ def torch_learner(
     return TorchLearner(module, policy, config, channel or LocalChannel(), adapters, reference)
 
 
-def torch_local(module: nn.Module, *, lora: LoraShape | None = None, **settings: Any) -> PairBench:
+def with_local_sampler(
+    make: Callable[..., Learner[Any]], module: nn.Module, *, lora: LoraShape | None = None, **settings: Any
+) -> PairBench:
+    """A learner that ``make`` gives, which sends into a channel, and the local sampler behind that."""
     channel = LocalChannel()
-    learner = torch_learner(module, channel=channel, lora=lora, **settings)
+    learner = make(module, channel=channel, lora=lora, **settings)
     sampler = LocalSampler(shape_of(module), Numerics(), THETA, 4, CONTEXT, 0, channel, lora=lora)
     if lora is not None:
         base = plan(learner.layout("full"), sampler.layout("full"))
@@ -155,6 +162,8 @@ def torch_local(module: nn.Module, *, lora: LoraShape | None = None, **settings:
 
     return PairBench(learner, sampler, sync)
 
+
+torch_local = partial(with_local_sampler, torch_learner)
 
 SAMPLERS: dict[str, SamplerFactory] = {"local": local_sampler}
 INVARIANT = {"local"}

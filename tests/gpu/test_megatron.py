@@ -15,14 +15,13 @@ from transformers import BeamForCausalLM
 
 from beamline.config import load_config
 from beamline.config.policy import Recompute
-from beamline.config.schema import LearnerConfig, OptimizerConfig
 from beamline.learner.learner import Learner
 from beamline.model.layout import DType
 from beamline.policy import model
-from beamline.policy.weights import named_tensors
 from beamline.records import Experience
 from beamline.starter import STARTER
 from beamline.transfer.local import LocalChannel
+from tests.cluster.learner import rank_of, weights_of
 from tests.contract.engines import torch_learner
 from tests.contract.learning import GRADIENT, batch, experience, snapshot, update, updated_gradient
 from tests.replay import recorded, replayed
@@ -30,7 +29,7 @@ from tests.tiny_beam import random_beam, reference, teacher_forced
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
-DEVICE, BACKEND = torch.device("cuda", 0), "nccl"
+DEVICE, BACKEND = "cuda", "nccl"
 ROWS = 512
 UPDATES = 50
 SIZES: dict[str, Any] = {
@@ -56,19 +55,13 @@ def megatron(
 
     from beamline.learner.megatron.learner import MegatronLearner
     from beamline.learner.megatron.mesh import Mesh
-    from beamline.learner.megatron.model import Stage, initialize
-    from beamline.learner.megatron.rank import Rank
     from beamline.learner.megatron.ranks import Ranks
 
     alone = distributed.HashStore()  # type: ignore[attr-defined]
     distributed.init_process_group(BACKEND, store=alone, rank=0, world_size=1)
     try:
-        initialize(Mesh())
-        stage, weights = Stage(module.config, Mesh(), dtype, DEVICE, recompute), named_tensors(module)  # type: ignore[arg-type]
-        for each, view in stage.placed():
-            view.copy_(weights[each.part.name][each.part.index])
-        settings = LearnerConfig(micro_batch_tokens=ROWS, optimizer=OptimizerConfig(**optimizer))
-        rank = Rank(stage, Mesh(), settings, head_chunk_rows=256)
+        config: Any = module.config
+        rank = rank_of(Mesh(), config, weights_of(module), optimizer, ROWS, dtype, recompute, DEVICE)
         yield MegatronLearner(rank, Ranks(rank, deadline_seconds=60), Mesh(), LocalChannel())
     finally:
         parallel_state.destroy_model_parallel()

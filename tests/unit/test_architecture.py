@@ -27,6 +27,7 @@ ORDER = (
     ("evaluate", "mismatch", "starter.build"),
     ("train",),
     ("cli",),
+    ("__main__",),
 )
 LEVEL = {unit: level for level, units in enumerate(ORDER) for unit in units}
 TORCH_FREE = ("config", "records", "model", "chat", "tasks", "data", "checkpoint", "report", "errors", "cli")
@@ -105,6 +106,14 @@ for name in {free}:
 print("none")
 """
     assert run(program) == "none\n"
+
+
+def test_the_package_can_be_run_as_torchrun_does() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "beamline", "--version"], cwd=PACKAGE.parent, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert beamline.__version__ in ended.stdout
 
 
 def test_help_answers_without_torch_and_what_else_is_slow() -> None:

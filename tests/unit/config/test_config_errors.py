@@ -81,6 +81,16 @@ def test_an_unknown_key_is_named_with_the_nearest(problems: Problems, override: 
 
 
 @pytest.mark.parametrize(
+    "override", ["learner.parallel.cp=2", "learner.parallel={cp: 2}", "learner={parallel: {cp: 2}}"]
+)
+def test_a_key_that_is_absent_on_purpose_says_what_to_do_instead(problems: Problems, override: str) -> None:
+    (line,) = problems("name: x", "learner=megatron", override)
+    assert line.startswith("override: learner.parallel.cp=2: unknown key; there is no context parallelism")
+    for instead in ("learner.parallel.tp", "policy.recompute", "learner.micro_batch_tokens"):
+        assert instead in line
+
+
+@pytest.mark.parametrize(
     ("override", "reason"),
     [
         ("foo", "an override has the form dotted.key=value"),

@@ -15,7 +15,6 @@ from beamline.policy.weights import named_tensors
 from beamline.runtime import engines
 from beamline.runtime.engines import load_module
 from beamline.runtime.export import export
-from beamline.runtime.preview import preview
 from beamline.runtime.subject import find_subject
 from beamline.transfer.local import LocalChannel
 from tests.contract.learning import batch, update
@@ -71,11 +70,3 @@ def test_a_gpu_that_is_not_there_is_an_error_before_the_model_is_loaded(monkeypa
     with pytest.raises(ConfigError, match="torch finds no NVIDIA GPU here: use cpu") as caught:
         engines.load_models(load_config(None, ON_A_GPU))
     assert [(problem.key, problem.value) for problem in caught.value.problems] == [("policy.device", "cuda")]
-
-
-@pytest.mark.usefixtures("_no_gpu")
-def test_a_preview_says_what_is_not_there(tmp_path: Path) -> None:
-    needs = "needs       policy.device=cuda: torch finds no NVIDIA GPU here: use cpu"
-    settings = [f"output={tmp_path}", "data.allow_overlap=true"]
-    assert needs in preview(load_config(None, [*settings, *ON_A_GPU])).splitlines()
-    assert needs not in preview(load_config(None, settings)).splitlines()

@@ -1,0 +1,35 @@
+"""What every learner must do, of one over Megatron-Core: the tests of the contract, on one rank in this process."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from beamline.runtime.determinism import make_deterministic
+from tests.cluster.learner import megatron_learner, one_rank_in_this_process
+from tests.contract.engines import LearnerFactory, PairFactory, with_local_sampler
+from tests.contract.test_learner import *  # noqa: F403
+from tests.contract.test_learner_algorithms import *  # noqa: F403
+from tests.contract.test_learner_state import *  # noqa: F403
+
+pytestmark = pytest.mark.filterwarnings("ignore:::megatron")  # of itself, a thousand times
+
+
+@pytest.fixture
+def learner_factory() -> LearnerFactory:
+    return megatron_learner
+
+
+@pytest.fixture
+def pair_factory() -> PairFactory:
+    return partial(with_local_sampler, megatron_learner)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _alone() -> Iterator[None]:
+    strict = torch.are_deterministic_algorithms_enabled()
+    make_deterministic(threads=1)
+    with one_rank_in_this_process():
+        yield
+    torch.use_deterministic_algorithms(strict)
