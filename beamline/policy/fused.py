@@ -3,13 +3,21 @@
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch._dynamo
 from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# Intermediate values are rounded as they are written, and casts to fewer bits and back are not optimized away, as torch
+# 2.11 does by its patterns in spite of the first.
+_OPTIONS: dict[str, Any] = {"emulate_precision_casts": True, "pattern_matcher": False}
+
+# Kernels of a function, for types, shapes and whether gradients are wanted: torch allows 8, and two models need more.
+torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
 
 
 def fused(*whole: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -21,7 +29,7 @@ def fused(*whole: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        compiled = torch.compile(function, dynamic=False, fullgraph=True, options={"emulate_precision_casts": True})
+        compiled = torch.compile(function, dynamic=False, fullgraph=True, options=_OPTIONS)
         of_rows = [name not in whole for name in signature(function).parameters]
 
         @wraps(function)

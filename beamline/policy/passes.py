@@ -80,6 +80,10 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def inverse(order: Tensor) -> Tensor:
     """The place of each row in an order of all of them."""
+    if order.is_cuda and len(order):
+        from beamline.policy.gpu import inverse as on_gpu
+
+        return on_gpu(order)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     return places

@@ -3,6 +3,7 @@
 Those of a single GPU exchange through the host, by gloo; all else is as with a GPU for each.
 """
 
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -10,6 +11,7 @@ from datetime import timedelta
 from functools import wraps
 from multiprocessing import get_context
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, distributed
@@ -62,9 +64,13 @@ def exchange(operations: Sequence[distributed.P2POp]) -> list[Any]:
 
 
 def on_gpus(size: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What ``job(*arguments)`` gives on each of so many ranks."""
+    """What ``job(*arguments)`` gives on each of so many ranks, which compile nothing: that takes each a minute."""
     apart = torch.cuda.device_count() >= size
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(size, get_context("spawn")) as pool:
+    with (
+        patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"),
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(size, get_context("spawn")) as pool,
+    ):
         futures = [pool.submit(_rank, number, size, apart, f"{folder}/store", job, arguments) for number in range(size)]
         return [future.result(LIMIT.total_seconds()) for future in futures]
 

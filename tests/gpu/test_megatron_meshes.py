@@ -74,7 +74,10 @@ def test_in_float32_two_ranks_find_what_the_torch_learner_finds(
     (logprobs, updates), (expected, theirs) = on_mesh(mesh, "float32"), in_float32()
     record_property(f"{mesh}: largest |delta log p| in float32", float(np.abs(logprobs - expected).max()))
     np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-4)
-    np.testing.assert_allclose(np.array(updates), np.array(theirs), rtol=1e-4, atol=1e-6)
+    errors = np.abs(np.array(updates) / np.array(theirs) - 1)
+    record_property(f"{mesh}: relative errors of loss and norm of two updates in float32", errors.tolist())
+    assert errors[:, 1].max() < 1e-3
+    assert errors[:, 0].max() < 1e-2  # losses are sums of both signs
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -117,6 +117,12 @@ def test_a_pass_is_that_of_the_operations(name: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-2 if ours.dtype == torch.bfloat16 else 1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4095, 4096, 100_001])
+def test_the_inverse_of_an_order(rows: int) -> None:
+    order = torch.randperm(rows, device="cuda")
+    assert torch.equal(passes.inverse(order)[order], torch.arange(rows, device="cuda"))
+
+
 def test_a_pass_is_made_once_for_all_numbers_of_rows() -> None:
     from torch._dynamo.utils import counters
 

@@ -66,7 +66,8 @@ class Flat:
         """Take memory for gradients, which from here on are added up there."""
         self.gradients = torch.zeros_like(self.weights, dtype=torch.float32)
         for start, parameter in zip(self._starts, self.parameters.values(), strict=False):
-            parameter.register_post_accumulate_grad_hook(self._adder(start))
+            total = self.gradients[start : start + parameter.numel()].view(parameter.shape)
+            parameter.register_post_accumulate_grad_hook(_adder(total))
 
     @property
     def own_weights(self) -> Tensor:
@@ -98,13 +99,16 @@ class Flat:
                     yield box, at, at + prod(box.size)
                 start += size
 
-    def _adder(self, start: int) -> Callable[[Tensor], None]:
-        def add(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            self.gradients[start : start + parameter.numel()].add_(parameter.grad.reshape(-1))
-            parameter.grad = None
 
-        return add
+def _adder(total: Tensor) -> Callable[[Tensor], None]:
+    """Adds a parameter's gradient to its sum. It must not hold the parameter, whose hooks Python cannot look into."""
+
+    def add(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        total.add_(parameter.grad)
+        parameter.grad = None
+
+    return add
 
 
 def _up(number: int, unit: int) -> int:
