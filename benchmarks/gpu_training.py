@@ -71,10 +71,12 @@ def sequences(number: int, seed: int) -> list[Experience]:
 
 
 def active_parameters(config: BeamConfig, module: nn.Module) -> tuple[int, int]:
-    """All parameters, and those that a token meets."""
-    whole = sum(parameter.numel() for parameter in module.parameters())
-    experts = sum(p.numel() for name, p in module.named_parameters() if ".experts." in name)
-    return whole, whole - experts + experts * config.num_experts_per_tok // config.num_experts
+    """All parameters, and those that a token is multiplied with: not the table of embeddings, of which it has a row."""
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    chosen = experts * config.num_experts_per_tok // config.num_experts
+    whole = sum(sizes.values())
+    return whole, whole - sizes["model.embed_tokens.weight"] - experts + chosen
 
 
 def matrix_rate() -> float:

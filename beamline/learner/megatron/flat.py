@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup, all_gather_into_tensor, reduce_scatt
 
 from beamline.model.layout import DType, TensorSlice
 from beamline.model.placement import Held
+from beamline.policy.fused import fused
 from beamline.transfer.dtypes import TORCH_DTYPES
 
 ALIGNED = 64
@@ -105,10 +106,18 @@ def _adder(total: Tensor) -> Callable[[Tensor], None]:
 
     def add(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        total.add_(parameter.grad)
+        if total.numel() % ALIGNED:
+            total.add_(parameter.grad)
+        else:
+            _add(total.view(-1, ALIGNED), parameter.grad.reshape(-1, ALIGNED))
         parameter.grad = None
 
     return add
+
+
+@fused()
+def _add(total: Tensor, part: Tensor) -> None:
+    total.add_(part)
 
 
 def _up(number: int, unit: int) -> int:
