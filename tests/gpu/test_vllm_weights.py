@@ -95,11 +95,13 @@ def drawn(fleet: Fleet, prompts: int = 8, length: int = 24) -> list[Completion]:
     return [done[each.key] for each in asked]
 
 
-def given(fleet: Fleet, module: torch.nn.Module, bucket_bytes: int = 1 << 16) -> None:
+def given(
+    fleet: Fleet, module: torch.nn.Module, bucket_bytes: int = 1 << 16, group_seconds: float | None = None
+) -> None:
     """Bring a module's weights into an engine."""
     channel = LocalChannel()
     shape = BeamShape.from_config(module.config.to_dict())  # type: ignore[union-attr, operator]
-    sampler = VllmSampler(fleet, shape, Mesh(), "bfloat16", POSITIONS, 0, channel, bucket_bytes)
+    sampler = VllmSampler(fleet, shape, Mesh(), "bfloat16", POSITIONS, 0, channel, bucket_bytes, group_seconds)
     moves = plan(module_layout(module), sampler.layout("full"))
     channel.send(moves, Tensors(named_tensors(module)))
     sampler.receive(moves, 1, unfinished="abort")
@@ -173,3 +175,16 @@ def test_tensors_on_the_device_arrive_like_those_of_the_host(
     given(fleet, random_beam(1, **SIZES))
     given(fleet, stored.cuda(), bucket_bytes)
     assert same_bits(from_host, drawn(fleet))
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_tensors_of_the_host_arrive_through_a_group_too(
+    fleets: dict[str, Fleet], folder: Path, quantization: str
+) -> None:
+    """By gloo, because the module is on no GPU."""
+    fleet, stored = fleets[quantization], model.load(folder, "bfloat16")
+    given(fleet, stored)
+    through_memory = drawn(fleet)
+    given(fleet, random_beam(1, **SIZES))
+    given(fleet, stored, group_seconds=60.0)
+    assert same_bits(through_memory, drawn(fleet))
