@@ -17,6 +17,7 @@ from transformers.models.beam.modeling_beam import BeamRMSNorm
 from beamline.learner.again import Make
 from beamline.learner.megatron.experts import Moe
 from beamline.learner.megatron.packed import Packed
+from beamline.policy.attention import attend
 from beamline.policy.passes import gated, norm, normed_sum, residual_shares, swiglu
 
 
@@ -43,7 +44,7 @@ class Attention(nn.Module):
         query, key, value, gate = (part.unflatten(-1, (-1, self._head)) for part in parts)
         norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.variance_epsilon
         (query, key), used = self._make(packed.positioned, query, key, *norms, self._window is not None)
-        out = used(packed.attend(query, key, value, self._window))
+        out = used(attend(query, key, value, packed.packing, self._window))
         out, used = self._make(gated, out, gate, self.gate_bias)
         return used(self.o_proj(out.flatten(1).unsqueeze(1))[0])
 
