@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 from transformers import BeamConfig
 from transformers.models.beam.modeling_beam import BeamRMSNorm
 
-from beamline.learner.again import Make
 from beamline.learner.megatron.experts import Moe
 from beamline.learner.megatron.packed import Packed
+from beamline.learner.megatron.recompute import Make
 from beamline.policy.attention import attend
 from beamline.policy.passes import gated, norm, normed_sum, residual_shares, swiglu
 
