@@ -1,7 +1,8 @@
 """A Beam layer, its matrices cut over tensor ranks.
 
 Between the matrices each tensor rank has its own part of the rows (sequence parallel). Inputs are ``[rows, 1, D]``, as
-Megatron-Core's layers take them. What is the same on every rank is of transformers, what is cut of Megatron-Core.
+Megatron-Core's layers take them. Matrices are of Megatron-Core; what lies between them is of ``beamline/policy``, and
+rounds where the module of transformers does.
 """
 
 from functools import partial
