@@ -91,7 +91,7 @@ def test_in_bfloat16_a_resumed_learner_ends_with_the_same_bits(tmp_path: Path) -
 
 def test_sleep_gives_memory_back_and_the_same_bits_come_again() -> None:
     learner, sleepless = (after(learner_of(random_beam(0, "bfloat16"), **OPTIMIZER), 1) for _ in range(2))
-    held = sum(tensor.nbytes for tensor in (*learner._named.values(), *learner._optimizer.memory()))
+    held = sum(tensor.nbytes for tensor in (*named_tensors(learner._module).values(), *learner._optimizer.memory()))
     before = torch.cuda.memory_allocated()
     learner.sleep()
     assert before - torch.cuda.memory_allocated() >= held
