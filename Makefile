@@ -41,12 +41,12 @@ test: $(READY)  ## check style and types, then run all tests
 
 $(READY_GPU): pyproject.toml constraints-gpu.txt
 	@$(PYTHON) -c '$(PYTHON_312)'
-	@echo "Setting up $(VENV_GPU): vLLM, torch for CUDA and what they bring, which is many gigabytes."
+	@echo "Setting up $(VENV_GPU): vLLM, Megatron-Core, torch for CUDA and what they bring, which is many gigabytes."
 	$(PYTHON) -m venv $(VENV_GPU)
-	$(VENV_GPU)/bin/pip install --disable-pip-version-check -c constraints-gpu.txt -e '.[dev,vllm]'
+	$(VENV_GPU)/bin/pip install --disable-pip-version-check -c constraints-gpu.txt -e '.[dev,vllm,megatron]'
 	@touch $@
 
-setup-gpu: $(READY_GPU)  ## create .venv-gpu with vLLM, for a machine with an NVIDIA GPU (Python 3.12)
+setup-gpu: $(READY_GPU)  ## create .venv-gpu with vLLM and Megatron-Core, for a machine with an NVIDIA GPU (Python 3.12)
 
 test-gpu: $(READY_GPU)  ## in .venv-gpu: the tests that need a GPU; results in benchmarks/results
 	$(VENV_GPU)/bin/pytest tests/gpu

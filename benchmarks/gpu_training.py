@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
-from itertools import count
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -200,6 +199,22 @@ def of_module(config: BeamConfig, active: int, rounds: int) -> dict[str, Any]:
 SECTIONS = (*LEARNERS, "module")
 
 
+def shown(found: dict[str, Any]) -> Table:
+    """What was found of each learner, beside what is aimed at."""
+    table = Table("what", "found", "aim", title="training on one GPU")
+    for name in (name for name in LEARNERS if name in found):
+        figures = found[name]
+        rows = {
+            "share of the matrix rate": (f"{figures['share_of_matrix_rate'][1]:.3f}", TARGETS.get(name, "")),
+            "update / pass": (f"{figures['update_over_pass']:.2f}", TARGETS["forward"]),
+            "peak bytes": (f"{figures['peak_bytes']:.4g}", ""),
+            "bytes asleep": (f"{max(figures['bytes_asleep']):.3g}", TARGETS["asleep"]),
+        }
+        for what, (measured, aim) in rows.items():
+            table.add_row(f"{name}: {what}", measured, aim)
+    return table
+
+
 def main() -> None:
     """Measure what is asked for, keep it in ``gpu-training.json`` beside what was measured before."""
     made = parser(__doc__, rounds=3)
@@ -223,8 +238,7 @@ def main() -> None:
         del module
         found["parameters"], found["active_parameters"] = whole, active
         settings = LearnerConfig(micro_batch_tokens=MICRO_BATCH, optimizer=OptimizerConfig(lr=1e-6))
-        numbers = count()
-        batches = [sequences(options.sequences, next(numbers)) for _ in range(options.rounds + 1)]
+        batches = [sequences(options.sequences, seed) for seed in range(options.rounds + 1)]
         for name in options.only or SECTIONS:
             gc.collect()
             torch.cuda.empty_cache()
@@ -239,18 +253,7 @@ def main() -> None:
             options.results.mkdir(parents=True, exist_ok=True)
             target.write_text(json.dumps(found, indent=2) + "\n")
             Console().print_json(json.dumps({name: found[name]}))
-    table = Table("what", "found", "aim", title="training on one GPU")
-    for name, figures in found.items():
-        if isinstance(figures, dict) and "update_over_pass" in figures:
-            rows = {
-                "share of the matrix rate": (f"{figures['share_of_matrix_rate'][1]:.3f}", TARGETS.get(name, "")),
-                "update / pass": (f"{figures['update_over_pass']:.2f}", TARGETS["forward"]),
-                "peak bytes": (f"{figures['peak_bytes']:.4g}", ""),
-                "bytes asleep": (f"{max(figures['bytes_asleep']):.3g}", TARGETS["asleep"]),
-            }
-            for what, (measured, aim) in rows.items():
-                table.add_row(f"{name}: {what}", measured, aim)
-    Console().print(table)
+    Console().print(shown(found))
 
 
 if __name__ == "__main__":

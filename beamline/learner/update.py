@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from beamline.algorithms.diagnostics import Compared, Learned
-from beamline.algorithms.guards import check_mismatch
+from beamline.algorithms.guards import check_mismatch, check_ratio
 from beamline.algorithms.kl import kl_losses
 from beamline.algorithms.loss import LossConfig
 from beamline.algorithms.losses import Tokens, token_losses
@@ -118,6 +118,25 @@ def guard_mismatch(loss: LossConfig, compared: Compared | None) -> None:
     limit = loss.algorithm.guard.mismatch
     if loss.first and limit is not None and compared is not None:
         check_mismatch(compared.old_logprobs, compared.sampler_logprobs, limit)
+
+
+def check_update(
+    total: float, learned: Learned, verified_T: Floats | None, compared: Compared | None, loss: LossConfig
+) -> None:
+    """What must be true of an update before it is made: of its loss, its tokens, and of the first in the process.
+
+    ``verified_T`` are log-probabilities of the learned tokens by a pass before it under the same weights, where a guard
+    asked for one.
+
+    Raises:
+        FloatingPointError: the loss is not finite.
+        GuardError: two passes differ, or sampler and learner are too far apart.
+    """
+    if not np.isfinite(total):
+        raise FloatingPointError(f"the loss is {total}; the update was not made")
+    if verified_T is not None:
+        check_ratio(learned.logprobs, verified_T)
+    guard_mismatch(loss, compared)
 
 
 def _host(tensor: Tensor) -> Floats:

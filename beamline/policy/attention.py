@@ -127,6 +127,36 @@ def flash(
     return out
 
 
+def attend(
+    query_NHd: Tensor,
+    key_NGd: Tensor,
+    value_NGd: Tensor,
+    packing: Packing,
+    window: int | None,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention within each sequence, ``[N, H, d]``, with ``window`` and ``scale`` as :func:`flash` has them.
+
+    By :func:`flash` where it takes them; else in buckets.
+    """
+    if flash_takes(query_NHd):
+        return flash(query_NHd, key_NGd, value_NGd, packing.cu_seqlens, packing.longest, window, scale)
+    shared = query_NHd.shape[1] // key_NGd.shape[1]
+    results = []
+    for bucket in packing.buckets:
+        T = bucket.length
+        q, k, v = (
+            x.index_select(0, bucket.gather).unflatten(0, (-1, T)).transpose(1, 2)
+            for x in (query_NHd, key_NGd, value_NGd)
+        )
+        if shared > 1:
+            k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
+        mask = window_mask(T, window, q.device) if window is not None and window < T else None
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+        results.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.keep))
+    return torch.cat(results).index_select(0, packing.inverse)
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -139,9 +169,9 @@ def packed_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of ``query [1, H, N, d]`` over ``key``, ``value [1, KV, N, d]``; returns ``[1, N, H, d]``.
+    """:func:`attend` as transformers calls it: ``query [1, H, N, d]``, ``key``, ``value [1, KV, N, d]``.
 
-    By :func:`flash` where it takes them; else in buckets.
+    Returns ``[1, N, H, d]``.
 
     Raises:
         RuntimeError: adapters and routes came as far as here, where nobody takes them.
@@ -149,21 +179,7 @@ def packed_attention(
     if "brought" in others:
         raise RuntimeError("no hook took what the pass brought: beamline.policy.model.build makes modules with hooks")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if flash_takes(query):
-        out = flash(q, k, v, packing.cu_seqlens, packing.longest, sliding_window, scaling)
-        return out.unsqueeze(0), None
-    heads, kv_heads = q.shape[1], k.shape[1]
-    results = []
-    for bucket in packing.buckets:
-        T = bucket.length
-        qb, kb, vb = (x.index_select(0, bucket.gather).unflatten(0, (-1, T)).transpose(1, 2) for x in (q, k, v))
-        if kv_heads != heads:
-            kb, vb = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (kb, vb))
-        windowed = sliding_window is not None and sliding_window < T
-        mask = window_mask(T, sliding_window, q.device) if windowed and sliding_window is not None else None
-        out = F.scaled_dot_product_attention(qb, kb, vb, attn_mask=mask, is_causal=mask is None, scale=scaling)
-        results.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.keep))
-    return torch.cat(results).index_select(0, packing.inverse).unsqueeze(0), None
+    return attend(q, k, v, packing, sliding_window, scaling).unsqueeze(0), None
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -1,6 +1,5 @@
 """Building the learner over Megatron-Core for a run: this rank's part of it, and serving where it is not the first."""
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -15,7 +14,7 @@ from beamline.learner.megatron.mesh import Mesh, check_mesh, mesh_of
 from beamline.model.beam import BeamShape
 from beamline.runtime.determinism import make_deterministic
 from beamline.runtime.interrupt import Interrupt
-from beamline.runtime.launched import processes
+from beamline.runtime.launched import launched, number_here, processes, processes_here
 from beamline.transfer.local import LocalChannel
 
 if TYPE_CHECKING:  # Megatron-Core is imported where it is used
@@ -38,7 +37,7 @@ def mesh_of_run(config: RunConfig) -> Mesh:
     """
     parallel = config.learner.parallel
     least = parallel.tp * parallel.pp
-    if least > 1 and "WORLD_SIZE" not in os.environ:
+    if least > 1 and not launched():
         reason = f"start {least} processes or a multiple: torchrun --nproc-per-node {least} -m beamline train ..."
         raise ConfigError([Problem(reason, "learner.parallel", f"tp={parallel.tp} pp={parallel.pp}")])
     return mesh_of(processes(), parallel.tp, parallel.ep, parallel.pp)
@@ -53,11 +52,10 @@ def check_megatron(config: RunConfig, shape: BeamShape) -> None:
     """
     mesh = mesh_of_run(config)
     check_mesh(shape, mesh)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size))
-    if here != mesh.size:
+    if processes_here() != mesh.size:
         reason = (
-            f"{here} of {mesh.size} ranks are on this machine, and weights cannot be handed from one machine to "
-            "another yet: start all of them on one (torchrun --nnodes 1)"
+            f"{processes_here()} of {mesh.size} ranks are on this machine, and weights cannot be handed from one "
+            "machine to another yet: start all of them on one (torchrun --nnodes 1)"
         )
         raise ConfigError([Problem(reason, "learner.parallel")])
 
@@ -92,11 +90,11 @@ def megatron_rank(config: RunConfig, folder: Path) -> "Iterator[tuple[Rank, Rank
     from beamline.learner.megatron.rank import Rank
     from beamline.learner.megatron.ranks import Ranks
 
-    mesh, device = mesh_of_run(config), torch.device(DEVICE, int(os.environ.get("LOCAL_RANK", "0")))
+    mesh, device = mesh_of_run(config), torch.device(DEVICE, number_here())
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if mesh.size > 1 or "RANK" in os.environ:
+    if launched():
         distributed.init_process_group(backend, timeout=_IN_A_CALL)
     else:
         alone = distributed.HashStore()  # type: ignore[attr-defined]
@@ -106,8 +104,7 @@ def megatron_rank(config: RunConfig, folder: Path) -> "Iterator[tuple[Rank, Rank
         try:
             initialize(mesh)
             policy = config.policy
-            model_config, recompute = BeamConfig.from_pretrained(folder), policy.recompute
-            stage = Stage(model_config, mesh, policy.dtype, device, recompute)
+            stage = Stage(BeamConfig.from_pretrained(folder), mesh, policy.dtype, device, policy.recompute)
             stage.read(folder)
             rank = Rank(stage, mesh, config.learner, policy.head_chunk_rows)
             ranks = Ranks(rank, _BETWEEN_CALLS.total_seconds())

@@ -35,7 +35,7 @@ class Packer:
         shares: of all ranks.
         source: the number of this one.
         view_of: the place of a part in this process, in the part's shape.
-        device: where all of them are.
+        device: where all parts are.
         bucket_bytes: most bytes of a bucket.
     """
 
@@ -54,7 +54,8 @@ class Packer:
         self._sizes = [max(each, default=0) for each in self._nbytes]
         self._samples = [samples(rank)[source] for rank in shares]
         self._memory: list[list[SharedMemory]] = []
-        self._source, self._in_group = source, list[_InGroup]()
+        self._source = source
+        self._in_group: _InGroup | None = None
         self.rounds = max(map(len, cut), default=0)
 
     def take_memory(self, gpus: Sequence[Collection[str]]) -> None:
@@ -86,7 +87,7 @@ class Packer:
         self.close()
         place = self._device if meeting.backend == "nccl" else torch.device("cpu")
         buffer = torch.empty(max(self._sizes, default=0), dtype=torch.uint8, device=place)
-        self._in_group.append(_InGroup(meeting.join(self._source), meeting.sources, buffer))
+        self._in_group = _InGroup(meeting.join(self._source), meeting.sources, buffer)
 
     def send(self, number: int) -> None:
         """Send the bucket of this number to each destination rank that has so many, in their order.
@@ -94,7 +95,8 @@ class Packer:
         Raises:
             TransferError: one has ended, or does not take it in time.
         """
-        (place,) = self._in_group
+        place = self._in_group
+        assert place is not None
         for destination, (copiers, nbytes) in enumerate(zip(self._copiers, self._nbytes, strict=True)):
             if number < len(copiers):
                 bucket = place.buffer[: nbytes[number]]
@@ -109,9 +111,9 @@ class Packer:
         """Give the memory back, and leave the group."""
         for slot in chain.from_iterable(self._memory):
             slot.close()
-        for place in self._in_group:
-            place.group.close()
-        self._memory, self._in_group = [], []
+        if self._in_group is not None:
+            self._in_group.group.close()
+        self._memory, self._in_group = [], None
 
     @staticmethod
     def _packed(copier: Copier, slot: SharedMemory) -> bytes:

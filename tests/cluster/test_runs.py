@@ -67,6 +67,7 @@ def test_a_missing_gpu_is_named() -> None:
 
 
 def test_processes_that_do_not_fit_the_mesh_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     config = load_config(None, ["learner=megatron", "learner.parallel.tp=2"])
     with pytest.raises(ModelError, match="3 ranks are not a multiple of tensor=2 x pipeline=1: use 4 ranks"):

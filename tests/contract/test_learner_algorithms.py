@@ -116,7 +116,8 @@ def test_neither_the_cut_nor_the_order_nor_what_is_masked_matters(learner_factor
     expected, stats = updated_gradient(tuned(learner_factory), stopped, loss)
     actual, other = updated_gradient(tuned(learner_factory, 1), [untrained(near()[0]), *near()[::-1]], loss)
     in_denominator = even(stopped)[0] / even(near())[0]  # the truncated sequence is in no gradient, but there
-    assert_gradients_equal({n: g * in_denominator for n, g in actual.items()}, expected, 3e-6)
+    # Float32: attention by torch rounds with what else is in a bucket, and so with the cut.
+    assert_gradients_equal({n: g * in_denominator for n, g in actual.items()}, expected, 1e-5)
     assert (other.tokens, other.kept_tokens) == (stats.tokens, stats.kept_tokens)
 
 

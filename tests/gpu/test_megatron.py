@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import BeamForCausalLM
 
 from beamline.config import load_config
 from beamline.config.policy import Recompute
@@ -24,8 +23,9 @@ from beamline.transfer.local import LocalChannel
 from tests.cluster.learner import rank_of, weights_of
 from tests.contract.engines import torch_learner
 from tests.contract.learning import GRADIENT, batch, experience, snapshot, update, updated_gradient
+from tests.gpu.beside_module import assert_as_near_to_float32
 from tests.replay import recorded, replayed
-from tests.tiny_beam import random_beam, reference, teacher_forced
+from tests.tiny_beam import random_beam
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
@@ -74,37 +74,14 @@ def ragged() -> list[Experience]:
     return [experience(1, length - 1, seed, 1.0 - seed % 3) for seed, length in enumerate(lengths)]
 
 
-@torch.no_grad()
-def by_the_module(plain: BeamForCausalLM, sequence: Experience) -> np.ndarray:
-    """Log-probabilities by the Hugging Face module on the GPU, whose logits are not rounded."""
-    ids = torch.from_numpy(sequence.rollout.token_ids.astype(np.int64)).to(DEVICE)
-    hidden = plain.model(ids[None, :-1], use_cache=False).last_hidden_state[0]
-    logits = 30.0 * torch.tanh(hidden.float() @ plain.lm_head.weight.float().T / 30.0)
-    return logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1).cpu().numpy()  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("changes", [{"mlp_layer_types": ["dense"] * 3}, {}], ids=["dense", "experts"])
 def test_log_probabilities_in_bfloat16_are_those_of_the_hugging_face_module(
     changes: dict[str, Any], record_property: Callable[[str, object], None]
 ) -> None:
-    """Both are off float32 by as much; in the middle, because rounding turns over the choice of some routers."""
-    module, exact = random_beam(0, "bfloat16", **SIZES, **changes), random_beam(0, **SIZES, **changes)
-    exact.load_state_dict(module.state_dict())
-    plain, sequences = reference(module).to(DEVICE), ragged()
+    module, sequences = random_beam(0, "bfloat16", **SIZES, **changes), ragged()
     with megatron(module, "bfloat16") as learner:
         logprobs = learner.forward(sequences, ["logprobs"]).logprobs
-    assert logprobs is not None
-    ours, theirs = np.concatenate(logprobs), np.concatenate([by_the_module(plain, each) for each in sequences])
-    expected = np.concatenate([teacher_forced(reference(exact), each.rollout.token_ids) for each in sequences])
-    errors = {
-        "learner from float32": float(np.median(np.abs(ours - expected))),
-        "module from float32": float(np.median(np.abs(theirs - expected))),
-        "learner from module": float(np.median(np.abs(ours - theirs))),
-    }
-    for name, error in errors.items():
-        record_property(f"{'dense' if changes else 'experts'}: median |delta log p|, {name}", error)
-    assert 0 < errors["learner from float32"] < 1.2 * errors["module from float32"]
-    assert errors["learner from module"] < 1.5 * errors["module from float32"]
+    assert_as_near_to_float32(logprobs, sequences, module, "dense" if changes else "experts", record_property)
 
 
 def test_gradients_of_the_starter_are_those_of_the_torch_learner(

@@ -1,7 +1,7 @@
 """What is one pass over memory on a GPU has the bits of the operations as they are written."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,10 +21,6 @@ def normal(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def places(rows: int) -> tuple[Tensor, Tensor]:
     order = torch.randperm(rows, device="cuda")
     return order, passes.inverse(order)
-
-
-def leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
 
 
 def with_gradients(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Tensor]:
@@ -67,7 +63,7 @@ def test_a_pass_and_its_gradient_are_those_of_the_operations(name: str) -> None:
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=2e-2, atol=2e-2 * float(theirs.abs().max()))
 
 
-chosen_experts: Any = router.chosen_experts.__wrapped__  # type: ignore[attr-defined]  # without its torch.no_grad
+chosen_experts: Any = cast(Any, router.chosen_experts).__wrapped__  # without its torch.no_grad
 PLAIN: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
     "gathered sum": (passes._gathered_sum, lambda: (places(N * K)[1].view(N, K), normal(N * K, D))),
     "weighted sum": (
@@ -85,10 +81,7 @@ PLAIN: dict[str, tuple[Any, Callable[[], tuple[Any, ...]]]] = {
         head._logits_grad,
         lambda: (logits(), temperatures(), temperatures() + 30, temperatures(), targets(), 30.0, torch.bfloat16),
     ),
-    "chosen experts": (
-        router.chosen_experts.__wrapped__,
-        lambda: (normal(N, E, dtype=torch.float32), biases(), 8, 4, K),
-    ),  # type: ignore[attr-defined]
+    "chosen experts": (chosen_experts, lambda: (normal(N, E, dtype=torch.float32), biases(), 8, 4, K)),
 }
 
 

@@ -7,9 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import nn
-from transformers import BeamForCausalLM
 
 from beamline.checkpoint import ShardReader, ShardWriter
 from beamline.learner.torch import TorchLearner
@@ -19,15 +17,13 @@ from beamline.records import Experience
 from tests.adapters import PER_EXPERT
 from tests.contract.engines import torch_learner
 from tests.contract.learning import assert_only_experts_with_rows_change, batch, experience, snapshot, update
-from tests.tiny_beam import CONTEXT, random_beam, reference, teacher_forced
+from tests.gpu.beside_module import assert_as_near_to_float32
+from tests.tiny_beam import CONTEXT, random_beam
 
 DEVICE: Literal["cpu", "cuda"] = "cuda"
 OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "warmup_updates": 3}
 ROWS = 200
 DENSE = {"mlp_layer_types": ["dense"] * 3}
-CAP = 30.0
-
-Floats = NDArray[np.float32]
 
 
 def learner_of(module: nn.Module, **settings: Any) -> TorchLearner:
@@ -46,41 +42,13 @@ def after(learner: TorchLearner, updates: int) -> TorchLearner:
     return learner
 
 
-@torch.no_grad()
-def by_the_module(plain: BeamForCausalLM, sequence: Experience) -> Floats:
-    """Log-probabilities by the Hugging Face module on the device, whose logits are not rounded."""
-    ids = torch.from_numpy(sequence.rollout.token_ids.astype(np.int64)).to(DEVICE)
-    hidden = plain.model(ids[None, :-1], use_cache=False).last_hidden_state[0]
-    logits = CAP * torch.tanh(hidden.float() @ plain.lm_head.weight.float().T / CAP)
-    found: Floats = torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None]).squeeze(1).cpu().numpy()
-    return found
-
-
 @pytest.mark.parametrize("changes", [DENSE, {}], ids=["dense", "experts"])
 def test_log_probabilities_in_bfloat16_are_those_of_the_hugging_face_module(
     changes: dict[str, Any], record_property: Callable[[str, object], None]
 ) -> None:
-    """Both are off float32 by as much, and off each other by no more than two such errors are.
-
-    In the middle: where rounding turns over a router's choice, a token's is another one altogether.
-    """
-    module, exact = random_beam(0, "bfloat16", **changes), random_beam(0, **changes)
-    exact.load_state_dict(module.state_dict())
-    plain = reference(module).to(DEVICE)
-    sequences = ragged()
+    module, sequences = random_beam(0, "bfloat16", **changes), ragged()
     logprobs = learner_of(module).forward(sequences, ["logprobs"]).logprobs
-    assert logprobs is not None
-    ours, theirs = np.concatenate(logprobs), np.concatenate([by_the_module(plain, each) for each in sequences])
-    expected = np.concatenate([teacher_forced(reference(exact), each.rollout.token_ids) for each in sequences])
-    errors = {
-        "learner from float32": float(np.median(np.abs(ours - expected))),
-        "module from float32": float(np.median(np.abs(theirs - expected))),
-        "learner from module": float(np.median(np.abs(ours - theirs))),
-    }
-    for name, error in errors.items():
-        record_property(f"{'dense' if changes else 'experts'}: median |delta log p|, {name}", error)
-    assert 0 < errors["learner from float32"] < 1.2 * errors["module from float32"]
-    assert errors["learner from module"] < 1.5 * errors["module from float32"]
+    assert_as_near_to_float32(logprobs, sequences, module, "dense" if changes else "experts", record_property)
 
 
 @pytest.mark.parametrize("lora", [None, PER_EXPERT], ids=["every weight", "adapters"])
@@ -123,7 +91,7 @@ def test_in_bfloat16_a_resumed_learner_ends_with_the_same_bits(tmp_path: Path) -
 
 def test_sleep_gives_memory_back_and_the_same_bits_come_again() -> None:
     learner, sleepless = (after(learner_of(random_beam(0, "bfloat16"), **OPTIMIZER), 1) for _ in range(2))
-    held = sum(tensor.nbytes for tensor in (*learner._named.values(), *learner._optimizer.memory()))
+    held = sum(tensor.nbytes for tensor in (*named_tensors(learner._module).values(), *learner._optimizer.memory()))
     before = torch.cuda.memory_allocated()
     learner.sleep()
     assert before - torch.cuda.memory_allocated() >= held

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup, all_to_all_single
 from transformers import BeamConfig
 from transformers.models.beam.modeling_beam import BeamTopKRouter
 
-from beamline.learner.again import Make, kept
+from beamline.learner.megatron.recompute import Make, kept
 from beamline.policy.grouped import grouped_linear
 from beamline.policy.passes import gather, inverse, mixed, swiglu
 from beamline.policy.router import chosen_experts, chosen_weights, sorted_by_expert

@@ -1,7 +1,8 @@
 """A Beam layer, its matrices cut over tensor ranks.
 
 Between the matrices each tensor rank has its own part of the rows (sequence parallel). Inputs are ``[rows, 1, D]``, as
-Megatron-Core's layers take them. What is the same on every rank is of transformers, what is cut of Megatron-Core.
+Megatron-Core's layers take them. Matrices are of Megatron-Core; what lies between them is of ``beamline/policy``, and
+rounds where the module of transformers does.
 """
 
 from functools import partial
@@ -14,9 +15,10 @@ from torch.distributed import ProcessGroup
 from transformers import BeamConfig
 from transformers.models.beam.modeling_beam import BeamRMSNorm
 
-from beamline.learner.again import Make
 from beamline.learner.megatron.experts import Moe
 from beamline.learner.megatron.packed import Packed
+from beamline.learner.megatron.recompute import Make
+from beamline.policy.attention import attend
 from beamline.policy.passes import gated, norm, normed_sum, residual_shares, swiglu
 
 
@@ -43,7 +45,7 @@ class Attention(nn.Module):
         query, key, value, gate = (part.unflatten(-1, (-1, self._head)) for part in parts)
         norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.variance_epsilon
         (query, key), used = self._make(packed.positioned, query, key, *norms, self._window is not None)
-        out = used(packed.attend(query, key, value, self._window))
+        out = used(attend(query, key, value, packed.packing, self._window))
         out, used = self._make(gated, out, gate, self.gate_bias)
         return used(self.o_proj(out.flatten(1).unsqueeze(1))[0])
 

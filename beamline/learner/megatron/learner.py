@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beamline.algorithms.diagnostics import joined
-from beamline.algorithms.guards import check_ratio
 from beamline.algorithms.loss import LossConfig
 from beamline.checkpoint.shards import ShardReader, ShardWriter
 from beamline.learner.learner import Outputs, StepStats, Weights
@@ -20,7 +19,7 @@ from beamline.learner.megatron.rank import Evaluated, Rank, Trained
 from beamline.learner.megatron.ranks import Ranks
 from beamline.learner.megatron.source import RanksSource
 from beamline.learner.planning import Plan, evaluated, needs_old, plan
-from beamline.learner.update import compared_of, guard_mismatch
+from beamline.learner.update import check_update, compared_of, guard_mismatch
 from beamline.model.beam import tensors
 from beamline.model.layout import Layout, WeightKind
 from beamline.policy.model import check_saved
@@ -44,6 +43,12 @@ class MegatronPrepared:
     def loss_tokens(self) -> int:
         """Tokens that the update learns from."""
         return sum(int(planned.keep_R.sum()) for planned in self.plan.sequences)
+
+    def verified_logprobs(self, trained: Sequence[Trained]) -> Floats | None:
+        """What the pass before the update found, in the order in which its tokens were trained."""
+        if self.verified is None:
+            return None
+        return np.concatenate([self.verified[i] for each in trained for i in each.indices])
 
 
 class MegatronLearner:
@@ -103,15 +108,10 @@ class MegatronLearner:
             order = [sequences[i] for each in trained for i in each.indices]
             learned = joined([each.learned for each in trained])
             total = float(np.sum([each.loss for each in trained]))
-            if not np.isfinite(total):
-                raise FloatingPointError(f"the loss is {total}; the update was not made")
             compared = planned.compared
             if loss.on_policy and compared is None:
                 compared = compared_of(order, learned)
-            if prepared.verified is not None:
-                verified = [prepared.verified[i] for each in trained for i in each.indices]
-                check_ratio(learned.logprobs, np.concatenate(verified))
-            guard_mismatch(loss, compared)
+            check_update(total, learned, prepared.verified_logprobs(trained), compared, loss)
         except (FloatingPointError, RuntimeError):
             if not self._ranks.broken:
                 self._ranks.call("forget")

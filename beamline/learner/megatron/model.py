@@ -17,13 +17,13 @@ from transformers import BeamConfig
 from transformers.models.beam.modeling_beam import BeamRMSNorm
 
 from beamline.config.policy import Recompute
-from beamline.learner.again import again, kept
 from beamline.learner.megatron.flat import Flat, Kind
 from beamline.learner.megatron.head import head_logprobs
 from beamline.learner.megatron.layers import Layer, column
 from beamline.learner.megatron.layout import held
 from beamline.learner.megatron.mesh import Mesh, stage_layers
 from beamline.learner.megatron.packed import Packed
+from beamline.learner.megatron.recompute import kept, recomputed
 from beamline.model.beam import BeamShape
 from beamline.model.layout import DType
 from beamline.model.placement import Held, Placed
@@ -208,7 +208,7 @@ class Stage(nn.Module):
                 config=parallel,
             )
         layers = stage_layers(config.num_hidden_layers, self._mesh.pipeline, self._stage)
-        make = again if self._recompute == "selective" else kept
+        make = recomputed if self._recompute == "selective" else kept
         self.model.layers = nn.ModuleDict({str(i): Layer(config, i, parallel, experts, make) for i in layers})
         if self.last:
             self.model.norm = BeamRMSNorm(config.hidden_size, config.rms_norm_eps).to(parallel.params_dtype)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from beamline.algorithms.diagnostics import Learned, joined
-from beamline.algorithms.guards import check_mismatch, check_ratio
+from beamline.algorithms.guards import check_mismatch
 from beamline.algorithms.loss import LossConfig
 from beamline.checkpoint.shards import ShardReader, ShardWriter
 from beamline.config.kl import KlLoss
@@ -24,7 +24,7 @@ from beamline.learner.offload import Offload
 from beamline.learner.planning import Plan, evaluated, micro_batches, needs_old, plan
 from beamline.learner.torch.evaluation import Chosen, Evaluation, every_row
 from beamline.learner.torch.optimizer import Optimizer
-from beamline.learner.update import MicroBatch, compared_of, guard_mismatch, loss_of, micro_batch
+from beamline.learner.update import MicroBatch, check_update, compared_of, guard_mismatch, loss_of, micro_batch
 from beamline.model.layout import Layout, TensorSlice, WeightKind
 from beamline.policy import model
 from beamline.policy.dropout import Dropout
@@ -51,6 +51,12 @@ class TorchPrepared:
     def loss_tokens(self) -> int:
         """Tokens that the update learns from."""
         return sum(len(micro.rows_T) for micro in self.micro_batches)
+
+    @property
+    def verified_logprobs(self) -> Floats | None:
+        """What a pass before the update found of its tokens, where a guard asked for one."""
+        found = [m.verified_logprobs_T for m in self.micro_batches if m.verified_logprobs_T is not None]
+        return torch.cat(found).cpu().numpy() if found else None
 
 
 class TorchLearner:
@@ -144,12 +150,9 @@ class TorchLearner:
         compared = planned.compared
         try:
             loss = float(torch.stack([loss for loss, _ in passes]).sum())
-            if not np.isfinite(loss):
-                raise FloatingPointError(f"the loss is {loss}; the update was not made")
             if prepared.loss.on_policy and compared is None and not self._drops:
                 compared = compared_of([each for micro in prepared.micro_batches for each in micro.planned], learned)
-            self._guard_ratio(prepared, learned)
-            guard_mismatch(prepared.loss, compared)
+            check_update(loss, learned, prepared.verified_logprobs, compared, prepared.loss)
             if self._adapters is not None:
                 self._adapters.check_gradients()
         except (FloatingPointError, RuntimeError):
@@ -157,12 +160,6 @@ class TorchLearner:
             raise
         norm = self._optimizer.step()
         return StepStats(loss, norm, lr, planned.counted_tokens, planned.kept_tokens, compared, learned)
-
-    def _guard_ratio(self, prepared: TorchPrepared, learned: Learned) -> None:
-        """Hold the first update of the process against a pass under the same weights, where there was one."""
-        verified = [m.verified_logprobs_T for m in prepared.micro_batches if m.verified_logprobs_T is not None]
-        if verified:
-            check_ratio(learned.logprobs, torch.cat(verified).cpu().numpy())
 
     def _backward(self, micro: MicroBatch, loss: LossConfig) -> tuple[Tensor, Callable[[], Learned]]:
         """Add the micro-batch's gradient; returns its part of the loss, and what :func:`loss_of` says of its tokens."""

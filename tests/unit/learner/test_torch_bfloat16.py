@@ -126,7 +126,7 @@ def test_it_sends_the_weights_that_it_computes_with(tmp_path: Path) -> None:
 def test_memory_that_was_given_back_comes_again_with_the_same_bits() -> None:
     """As a GPU's does; the memory of a CPU stays where it is."""
     learner, sleepless = (after(learner_of(in_bfloat16(), **OPTIMIZER), 1) for _ in range(2))
-    tensors = [*learner._saved.values(), *learner._named.values()]
+    tensors = [*learner._saved.values(), *named_tensors(learner._module).values()]
     learner._offload.sleep()
     assert {tensor.untyped_storage().size() for tensor in tensors} == {0}
     learner.wake()

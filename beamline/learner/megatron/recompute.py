@@ -15,7 +15,7 @@ def kept(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[
     return function(*arguments), _as_it_is
 
 
-def again(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
+def recomputed(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """The result's memory is given back once it has been used, and filled again when gradients come. A :data:`Make`.
 
     Cheaper than to compute a whole layer again where the function is: no product of matrices is made twice. It must
@@ -23,7 +23,7 @@ def again(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Callable[
     """
     if not torch.is_grad_enabled():
         return kept(function, *arguments)
-    made = _Again(function, *arguments)
+    made = _Recomputed(function, *arguments)
     return made.results if len(made.results) > 1 else made.results[0], made.used
 
 
@@ -31,13 +31,13 @@ def _as_it_is(outcome: Tensor) -> Tensor:
     return outcome
 
 
-class _Again:
+class _Recomputed:
     """A function's results, and how they come again from its arguments, which are kept."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._function, self._arguments = function, arguments
         self._made: tuple[Tensor, ...] = ()
-        self._recomputed: tuple[list[Tensor], tuple[Tensor, ...]] | None = None
+        self._second: tuple[list[Tensor], tuple[Tensor, ...]] | None = None
         tensors = [each for each in arguments if isinstance(each, Tensor)]
         self.results: tuple[Tensor, ...] = cast(Any, _Once).apply(self, *tensors)
 
@@ -57,7 +57,7 @@ class _Again:
         for made, result in zip(self._made, results, strict=True):
             made.untyped_storage().resize_(result.nbytes)
             made.untyped_storage().copy_(result.detach().contiguous().untyped_storage())
-        self._recomputed = leaves, results
+        self._second = leaves, results
 
     def _tensors(self) -> list[Tensor]:
         return [each for each in self._arguments if isinstance(each, Tensor)]
@@ -72,17 +72,17 @@ class _Once(torch.autograd.Function):
     """The function, without what it would keep; its gradient is that of the results that were computed again."""
 
     @staticmethod
-    def forward(ctx: Any, again: _Again, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.again = again
-        again._made = again._call(list(tensors))
-        return again._made
+    def forward(ctx: Any, owner: _Recomputed, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.owner = owner
+        owner._made = owner._call(list(tensors))
+        return owner._made
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        again: _Again = ctx.again
-        assert again._recomputed is not None
-        leaves, results = again._recomputed
+        owner: _Recomputed = ctx.owner
+        assert owner._second is not None
+        leaves, results = owner._second
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         found = iter(torch.autograd.grad(results, wanted, grads))
-        again._recomputed, again._made = None, ()
+        owner._second, owner._made = None, ()
         return None, *(next(found) if leaf.requires_grad else None for leaf in leaves)
