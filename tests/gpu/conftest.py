@@ -23,7 +23,7 @@ from tests.shared_engines import SharedEngines
 
 HERE = Path(__file__).parent
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-tests.json"
-LIBRARIES = ("vllm", "torch", "transformers", "triton", "flashinfer-python", "numba", "numpy")
+LIBRARIES = ("vllm", "megatron-core", "torch", "transformers", "triton", "flashinfer-python", "numba", "numpy")
 
 _files: dict[str, dict[str, Any]] = {}
 """What each file of tests came to; those of an earlier run on the same machine stay where a file was not run again."""
