@@ -304,6 +304,20 @@ def test_an_update_that_is_not_finite_is_not_made(tmp_path: Path) -> None:
         assert (tmp_path / "after" / file.relative_to(tmp_path / "before")).read_bytes() == file.read_bytes()
 
 
+def lost(learner: Any) -> str:
+    """What an update says when the first rank's router holds what is no number."""
+    learner._rank.stage.model.layers["1"].mlp.gate.weight.data[3, 0] = float("nan")
+    with pytest.raises(FloatingPointError) as caught:
+        update(learner, batch())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mesh", ["one rank", "data and expert"])
+def test_weights_of_one_rank_that_are_not_finite_are_an_update_that_is_not(mesh: str) -> None:
+    """Rows still go to experts that there are, and come back: no rank waits for another."""
+    assert run_on(mesh, lost) == "the loss is nan; the update was not made"
+
+
 def nothing(learner: Learner[Any]) -> tuple[StepStats, StepStats]:
     """Fewer sequences than data ranks, and none."""
     silent = [replace(each, trained=False) for each in batch()]
