@@ -12,12 +12,7 @@ from rich.markup import escape
 
 from beamline import __version__
 from beamline.errors import BeamlineError
-from beamline.runtime.launched import first, processes
-
-
-class LaunchError(BeamlineError):
-    """A command that several processes were started for, and that runs in one."""
-
+from beamline.runtime.launched import LaunchError, first, processes
 
 app = typer.Typer(
     name="beamline",

@@ -15,7 +15,7 @@ from beamline.learner.megatron.mesh import Mesh, check_mesh, mesh_of
 from beamline.model.beam import BeamShape
 from beamline.runtime.determinism import make_deterministic
 from beamline.runtime.interrupt import Interrupt
-from beamline.runtime.launched import processes
+from beamline.runtime.launched import LaunchError, launched, processes
 from beamline.transfer.local import LocalChannel
 
 if TYPE_CHECKING:  # Megatron-Core is imported where it is used
@@ -38,7 +38,7 @@ def mesh_of_run(config: RunConfig) -> Mesh:
     """
     parallel = config.learner.parallel
     least = parallel.tp * parallel.pp
-    if least > 1 and "WORLD_SIZE" not in os.environ:
+    if processes() == 1 < least:
         reason = f"start {least} processes or a multiple: torchrun --nproc-per-node {least} -m beamline train ..."
         raise ConfigError([Problem(reason, "learner.parallel", f"tp={parallel.tp} pp={parallel.pp}")])
     return mesh_of(processes(), parallel.tp, parallel.ep, parallel.pp)
@@ -53,7 +53,7 @@ def check_megatron(config: RunConfig, shape: BeamShape) -> None:
     """
     mesh = mesh_of_run(config)
     check_mesh(shape, mesh)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size))
+    here = launched().local_size
     if here != mesh.size:
         reason = (
             f"{here} of {mesh.size} ranks are on this machine, and weights cannot be handed from one machine to "
@@ -78,6 +78,28 @@ def require_megatron() -> None:
         raise ConfigError([Problem(reason, "learner.engine", "megatron")])
 
 
+def _join(backend: str) -> None:
+    """Meet the other ranks in the default process group.
+
+    Raises:
+        LaunchError: they are not where torchrun says.
+    """
+    from torch import distributed
+
+    if processes() == 1:
+        alone = distributed.HashStore()  # type: ignore[attr-defined]
+        distributed.init_process_group(backend, store=alone, rank=0, world_size=1)
+        return
+    try:
+        distributed.init_process_group(backend, timeout=_IN_A_CALL)
+    except RuntimeError as error:
+        own, place = launched(), f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise LaunchError(
+            f"rank {own.rank} did not find the others of {own.size} at {place} (MASTER_ADDR, MASTER_PORT): "
+            f"{str(error).partition(chr(10))[0]}; see what they wrote, or use another port: torchrun --standalone"
+        ) from error
+
+
 @contextmanager
 def megatron_rank(config: RunConfig, folder: Path) -> "Iterator[tuple[Rank, Ranks, Mesh]]":
     """This process's rank with the weights of a model folder, and all ranks; they part at the end."""
@@ -92,15 +114,10 @@ def megatron_rank(config: RunConfig, folder: Path) -> "Iterator[tuple[Rank, Rank
     from beamline.learner.megatron.rank import Rank
     from beamline.learner.megatron.ranks import Ranks
 
-    mesh, device = mesh_of_run(config), torch.device(DEVICE, int(os.environ.get("LOCAL_RANK", "0")))
+    mesh, device = mesh_of_run(config), torch.device(DEVICE, launched().local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if mesh.size > 1 or "RANK" in os.environ:
-        distributed.init_process_group(backend, timeout=_IN_A_CALL)
-    else:
-        alone = distributed.HashStore()  # type: ignore[attr-defined]
-        distributed.init_process_group(backend, store=alone, rank=0, world_size=1)
+    _join("nccl" if device.type == "cuda" else "gloo")
     ranks = None
     with closing(Lifeline(distributed.get_rank(), mesh.size, _JOINING.total_seconds())) as lifeline:
         try:
