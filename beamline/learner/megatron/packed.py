@@ -34,11 +34,10 @@ class Packed:
         rows, starts = borders_B1[-1], cu_seqlens[:-1]
         starts = starts.repeat_interleave(cu_seqlens.diff(), output_size=rows)
         position_ids_1N = (torch.arange(rows, device=device) - starts)[None]
-        rotary = BeamRotaryEmbedding(config).to(device)
-        cos, sin = rotary(torch.empty(0, device=device), position_ids_1N, "sliding_attention")
+        cos_Nd, sin_Nd = _rotations(config, position_ids_1N)
         scale = compute_attention_scaling(position_ids_1N).reshape(-1)
         longest = max(b - a for a, b in pairwise(borders_B1))
-        return cls(borders_B1, cu_seqlens, longest, cos[0], sin[0], scale)
+        return cls(borders_B1, cu_seqlens, longest, cos_Nd, sin_Nd, scale)
 
     @property
     def rows(self) -> int:
@@ -72,3 +71,13 @@ class Packed:
         mask = window_mask(length, window).to(q.device) if window is not None and window < length else None
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return out[0].transpose(0, 1)
+
+
+def _rotations(config: BeamConfig, position_ids_1N: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for layers with a window, one row a position; without columns where there is no such layer."""
+    kind, device = "sliding_attention", position_ids_1N.device
+    if kind not in config.layer_types:
+        none = torch.empty(position_ids_1N.shape[1], 0, device=device)
+        return none, none
+    cos, sin = BeamRotaryEmbedding(config).to(device)(torch.empty(0, device=device), position_ids_1N, kind)
+    return cos[0], sin[0]
