@@ -213,4 +213,5 @@ def test_a_run_under_torchrun_that_is_interrupted_finishes_its_step_and_saves(tm
     assert "stopping after this step" in said
     assert said.count("stopping after this step") == 1
     assert "stopped by SIGTERM; saved" in said
+    assert "go on:  torchrun --nproc-per-node 2 -m beamline train " in said
     assert json.loads((output / "checkpoints" / f"global_step_{steps}" / "run_state.json").read_text())["updates"] > 0

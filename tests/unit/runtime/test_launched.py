@@ -2,6 +2,7 @@
 
 import pytest
 
+from beamline.cli import going_on
 from beamline.runtime.launched import Launched, LaunchError, first, launched, processes
 
 TORCHRUN = {
@@ -66,3 +67,15 @@ def test_an_impossible_value_is_named(name: str, value: str, wanted: str, torchr
     torchrun.setenv(name, value)
     with pytest.raises(LaunchError, match=f"variable {name}={value} is not {wanted}: start all"):
         launched()
+
+
+def test_the_command_to_go_on_by_starts_as_many_processes_in_the_way_that_they_were(
+    torchrun: pytest.MonkeyPatch,
+) -> None:
+    words, module = ["train", "r.yaml", "checkpoint.resume=latest", "seed=1"], "/site/beamline/__main__.py"
+    on = ["train", "r.yaml", "seed=1", "checkpoint.resume=latest"]
+    assert going_on([module, *words]) == ["torchrun", "--nproc-per-node", "4", "-m", "beamline", *on]
+    for name in TORCHRUN:
+        torchrun.delenv(name)
+    assert going_on([module, *words]) == ["python", "-m", "beamline", *on]
+    assert going_on(["/bin/beamline", *words]) == ["/bin/beamline", *on]
