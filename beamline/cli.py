@@ -12,12 +12,7 @@ from rich.markup import escape
 
 from beamline import __version__
 from beamline.errors import BeamlineError
-from beamline.runtime.launched import first, processes
-
-
-class LaunchError(BeamlineError):
-    """A command that several processes were started for, and that runs in one."""
-
+from beamline.runtime.launched import LaunchError, first, processes
 
 app = typer.Typer(
     name="beamline",
@@ -273,6 +268,20 @@ def _interrupted(error: BaseException | None) -> bool:
     return error is not None
 
 
+def going_on(arguments: list[str]) -> list[str]:
+    """The command that goes on with what these began, with as many processes."""
+    program, *words = arguments
+    if processes() > 1:
+        started = ["torchrun", "--nproc-per-node", str(processes()), "-m", "beamline"]
+    else:  # a module's own file is not what it is started by
+        started = ["python", "-m", "beamline"] if Path(program).name == "__main__.py" else [program]
+    return [
+        *started,
+        *(word for word in words if not word.startswith("checkpoint.resume=")),
+        "checkpoint.resume=latest",
+    ]
+
+
 def main() -> None:
     """Run the command line; failures that the user can mend end in their message alone."""
     try:
@@ -286,6 +295,5 @@ def main() -> None:
         console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False)
         code = error.exit_code if isinstance(error, BeamlineError) else 1
         if code > _SIGNALS:
-            again = [word for word in sys.argv if not word.startswith("checkpoint.resume=")]
-            console.print(f"go on:  {escape(shlex.join([*again, 'checkpoint.resume=latest']))}", highlight=False)
+            console.print(f"go on:  {escape(shlex.join(going_on(sys.argv)))}", highlight=False)
         raise SystemExit(code) from None

@@ -211,7 +211,9 @@ class OptimizerConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How many ranks of `learner.engine=megatron` share what; those that are left over are data parallel."""
+    """How many ranks of `learner.engine=megatron` share what; those that are left over are data parallel. They are not
+    looked at with `learner.engine=torch`, so that one recipe does for a cluster and a laptop.
+    """
 
     tp: Positive = 1
     """Tensor parallel: ranks that share each attention and dense layer, and the rows between them."""
@@ -226,7 +228,10 @@ ABSENT = {
         "there is no context parallelism: attention sees each sequence whole on a rank. For long sequences use "
         "learner.parallel.tp, whose ranks share the heads, and the rows between layers (sequence parallel), "
         "policy.recompute, and a smaller learner.micro_batch_tokens"
-    )
+    ),
+    "learner.parallel.dp": (
+        "data parallel are the processes that learner.parallel.tp and pp leave over: start more with torchrun"
+    ),
 }
 """Keys that are looked for and do not exist, and what to do instead."""
 

@@ -46,7 +46,11 @@ def sorted_by_expert(chosen_NK: Tensor, experts: int) -> tuple[Tensor, Tensor, T
 
 
 def _ranks(x: Tensor) -> Tensor:
-    """How many of a row come before each of its elements."""
+    """How many of a row come before each of its elements: each place is taken once, whatever they are.
+
+    What is no number comes first, as in torch's top-k: it is chosen, and the loss shows it.
+    """
+    x = x.masked_fill(x.isnan(), torch.inf)
     numbers = torch.arange(x.shape[-1], device=x.device)
     before = (x[..., None, :] > x[..., :, None]) | ((x[..., None, :] == x[..., :, None]) & (numbers < numbers[:, None]))
     return before.sum(dim=-1)

@@ -33,11 +33,13 @@ from beamline.runtime.megatron import check_megatron, megatron_learner, require_
 from beamline.runtime.probe import probe
 from beamline.runtime.vllm import mesh, require_vllm, vllm_sampler
 from beamline.starter import STARTERS
+from beamline.transfer.dtypes import TORCH_DTYPES
 from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import TransferPlan, plan
 from beamline.transfer.source import Tensors
 
 DTYPE: DType = "float32"  # of exported weights: exactly those that were trained
+_ROW_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +101,11 @@ def check_model(config: RunConfig) -> BeamShape:
     """Read the model's shape and hold the run's limits against it, before anything is loaded.
 
     Raises:
-        ModelError: the folder is unusable, or a sequence of the run would not fit into the model's context.
+        ModelError: the folder is unusable, a sequence of the run would not fit into the model's context, or the model
+            cannot be computed in ``policy.dtype``.
     """
     shape = BeamShape.from_folder(model_folder(config))
+    _check_rows(config, shape)
     if positions(config) > shape.max_position_embeddings:
         raise ModelError(
             f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and the longest response add up to "
@@ -115,6 +119,19 @@ def check_model(config: RunConfig) -> BeamShape:
     if config.rollout.engine == "vllm":
         check_mesh(shape, mesh(config.rollout))
     return shape
+
+
+def _check_rows(config: RunConfig, shape: BeamShape) -> None:
+    """Make sure that rows of the experts' matrices begin where grouped products want them to, every 16 bytes."""
+    unit = _ROW_BYTES // TORCH_DTYPES[config.policy.dtype].itemsize
+    sizes = {"hidden_size": shape.hidden_size, "moe_intermediate_size": shape.moe_intermediate_size}
+    odd = [f"{name}={size}" for name, size in sizes.items() if size % unit]
+    if shape.moe_layers and odd:
+        raise ModelError(
+            f"policy.dtype={config.policy.dtype} multiplies the experts' matrices in groups, for which "
+            f"{' and '.join(sizes)} must be multiples of {unit}, and {config.model.path} has {' and '.join(odd)}: use "
+            "policy.dtype=float32"
+        )
 
 
 def load_module(config: RunConfig) -> nn.Module:

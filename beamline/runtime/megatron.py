@@ -1,5 +1,6 @@
 """Building the learner over Megatron-Core for a run: this rank's part of it, and serving where it is not the first."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -14,7 +15,7 @@ from beamline.learner.megatron.mesh import Mesh, check_mesh, mesh_of
 from beamline.model.beam import BeamShape
 from beamline.runtime.determinism import make_deterministic
 from beamline.runtime.interrupt import Interrupt
-from beamline.runtime.launched import launched, number_here, processes, processes_here
+from beamline.runtime.launched import LaunchError, launched, processes
 from beamline.transfer.local import LocalChannel
 
 if TYPE_CHECKING:  # Megatron-Core is imported where it is used
@@ -37,7 +38,7 @@ def mesh_of_run(config: RunConfig) -> Mesh:
     """
     parallel = config.learner.parallel
     least = parallel.tp * parallel.pp
-    if least > 1 and not launched():
+    if processes() == 1 < least:
         reason = f"start {least} processes or a multiple: torchrun --nproc-per-node {least} -m beamline train ..."
         raise ConfigError([Problem(reason, "learner.parallel", f"tp={parallel.tp} pp={parallel.pp}")])
     return mesh_of(processes(), parallel.tp, parallel.ep, parallel.pp)
@@ -47,14 +48,17 @@ def check_megatron(config: RunConfig, shape: BeamShape) -> None:
     """Ask whether a model can be trained by these processes, before anything is loaded.
 
     Raises:
-        ConfigError: they are not all on this machine.
+        ConfigError: torchrun has not started any, and one does not do; they are not all on this machine.
         ModelError: the model cannot be cut like this.
     """
+    parallel = config.learner.parallel
+    check_mesh(shape, Mesh(parallel.tp, parallel.ep, parallel.pp))  # before so many processes are asked for
     mesh = mesh_of_run(config)
     check_mesh(shape, mesh)
-    if processes_here() != mesh.size:
+    here = launched().local_size
+    if here != mesh.size:
         reason = (
-            f"{processes_here()} of {mesh.size} ranks are on this machine, and weights cannot be handed from one "
+            f"{here} of {mesh.size} ranks are on this machine, and weights cannot be handed from one "
             "machine to another yet: start all of them on one (torchrun --nnodes 1)"
         )
         raise ConfigError([Problem(reason, "learner.parallel")])
@@ -68,12 +72,37 @@ def require_megatron() -> None:
     """
     import torch
 
-    if find_spec("megatron") is None:
-        reason = "megatron-core is not installed here: pip install 'megatron-core==0.19.2' (Python 3.12, an NVIDIA GPU)"
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        reason = (
+            "Megatron-Core is not installed here: make setup-gpu makes an environment with it (Python 3.12, Linux, an "
+            "NVIDIA GPU); see docs/megatron.md"
+        )
         raise ConfigError([Problem(reason, "learner.engine", "megatron")])
     if DEVICE == "cuda" and not torch.cuda.is_available():
-        reason = "Megatron-Core needs an NVIDIA GPU, and torch finds none here: use torch on a CPU"
+        reason = "Megatron-Core needs an NVIDIA GPU, and torch finds none here: use learner=torch"
         raise ConfigError([Problem(reason, "learner.engine", "megatron")])
+
+
+def _join(backend: str) -> None:
+    """Meet the other ranks in the default process group.
+
+    Raises:
+        LaunchError: they are not where torchrun says.
+    """
+    from torch import distributed
+
+    if processes() == 1:
+        alone = distributed.HashStore()  # type: ignore[attr-defined]
+        distributed.init_process_group(backend, store=alone, rank=0, world_size=1)
+        return
+    try:
+        distributed.init_process_group(backend, timeout=_IN_A_CALL)
+    except RuntimeError as error:
+        own, place = launched(), f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise LaunchError(
+            f"rank {own.rank} did not find the others of {own.size} at {place} (MASTER_ADDR, MASTER_PORT): "
+            f"{str(error).partition(chr(10))[0]}; see what they wrote, or use another port: torchrun --standalone"
+        ) from error
 
 
 @contextmanager
@@ -90,15 +119,10 @@ def megatron_rank(config: RunConfig, folder: Path) -> "Iterator[tuple[Rank, Rank
     from beamline.learner.megatron.rank import Rank
     from beamline.learner.megatron.ranks import Ranks
 
-    mesh, device = mesh_of_run(config), torch.device(DEVICE, number_here())
+    mesh, device = mesh_of_run(config), torch.device(DEVICE, launched().local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if launched():
-        distributed.init_process_group(backend, timeout=_IN_A_CALL)
-    else:
-        alone = distributed.HashStore()  # type: ignore[attr-defined]
-        distributed.init_process_group(backend, store=alone, rank=0, world_size=1)
+    _join("nccl" if device.type == "cuda" else "gloo")
     ranks = None
     with closing(Lifeline(distributed.get_rank(), mesh.size, _JOINING.total_seconds())) as lifeline:
         try:

@@ -20,6 +20,12 @@ PROCESSES.set_forkserver_preload(["torch", "transformers.models.beam.modeling_be
 LIMIT = timedelta(seconds=120)
 
 
+def variables(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun sets."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    return {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
 def on_cpu() -> pytest.MonkeyPatch:
     """Have Megatron-Core put its tensors on the CPU, until what is given here is undone."""
     from megatron.core.pipeline_parallel import schedules

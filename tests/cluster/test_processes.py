@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from beamline.checkpoint import ShardReader
 from beamline.transfer.group import free_port
+from tests.cluster.ranks import variables
 from tests.cluster.test_runs import SETTINGS, lines
 from tests.cluster.test_updates import saved
 
@@ -26,12 +28,6 @@ MEGATRON = ("learner=megatron", "learner.micro_batch_tokens=512")
 
 def train(output: Path, *settings: str) -> list[str]:
     return [*COMMAND, "train", "recipes/quickstart.yaml", *SETTINGS, *MEGATRON, f"output={output}", *settings]
-
-
-def variables(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun sets."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    return {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 
 Process = subprocess.Popen[str]
@@ -156,6 +152,15 @@ def test_what_several_processes_cannot_do_is_refused(size: int, arguments: list[
         assert said in output
 
 
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = variables(0, 2, taken.getsockname()[1])
+        ((code, output),) = run(1, train(tmp_path / "run", "learner.parallel.tp=2"), place)
+    assert code == 1
+    assert f"LaunchError: rank 0 did not find the others of 2 at 127.0.0.1:{place['MASTER_PORT']}" in output
+    assert "Traceback" not in output
+
+
 # Ends
 
 
@@ -208,4 +213,5 @@ def test_a_run_under_torchrun_that_is_interrupted_finishes_its_step_and_saves(tm
     assert "stopping after this step" in said
     assert said.count("stopping after this step") == 1
     assert "stopped by SIGTERM; saved" in said
+    assert "go on:  torchrun --nproc-per-node 2 -m beamline train " in said
     assert json.loads((output / "checkpoints" / f"global_step_{steps}" / "run_state.json").read_text())["updates"] > 0

@@ -33,7 +33,7 @@ def called(error: Exception | None) -> list[Any]:
         return []
     try:
         found: list[Any] = [ranks.call("work", error)]
-    except (BeamlineError, RuntimeError) as raised:
+    except (BeamlineError, RuntimeError, OSError) as raised:
         found = [type(raised).__name__, str(raised)]
     found.append(ranks.call("work", None))
     ranks.stop()
@@ -47,6 +47,9 @@ def test_a_call_gives_what_each_rank_gives() -> None:
 def test_what_a_rank_raises_is_raised_on_the_first_and_they_go_on() -> None:
     name, text, after = on_ranks(2, called, BeamlineError("a file is missing"))[0]
     assert (name, text, after) == ("BeamlineError", "a file is missing", [0, 1])
+    full = OSError(28, "cannot write rank_00001.safetensors: No space left on device; free some")
+    name, text, after = on_ranks(2, called, full)[0]
+    assert (name, text, after) == ("OSError", str(full), [0, 1])
     name, text, after = on_ranks(2, called, ZeroDivisionError("by nothing"))[0]
     assert name == "RankFailedError"
     assert "rank 1 of the learner" in text

@@ -11,7 +11,7 @@ from beamline.model.beam import BeamShape, ModelError
 from beamline.policy import model
 from beamline.runtime import megatron
 from beamline.starter import STARTER
-from tests.cluster.ranks import PROCESSES, on_cpu
+from tests.cluster.ranks import PROCESSES, on_cpu, variables
 
 SETTINGS = (
     "steps=2",
@@ -67,8 +67,14 @@ def test_a_missing_gpu_is_named() -> None:
 
 
 def test_processes_that_do_not_fit_the_mesh_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    for name, value in variables(0, 3, 1).items():
+        monkeypatch.setenv(name, value)
     config = load_config(None, ["learner=megatron", "learner.parallel.tp=2"])
     with pytest.raises(ModelError, match="3 ranks are not a multiple of tensor=2 x pipeline=1: use 4 ranks"):
+        megatron.check_megatron(config, BeamShape.from_folder(STARTER))
+
+
+def test_processes_are_not_asked_for_that_the_model_has_no_use_for() -> None:
+    config = load_config(None, ["learner=megatron", "learner.parallel.tp=3"])
+    with pytest.raises(ModelError, match="num_key_value_heads=2 is not divisible by 3"):
         megatron.check_megatron(config, BeamShape.from_folder(STARTER))

@@ -1,6 +1,6 @@
 """The learner over Megatron-Core, on several meshes, against the torch learner and the Hugging Face module."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -55,10 +55,12 @@ def run_on(
     seed: int = 0,
     dtype: DType = "float32",
     recompute: Recompute = "none",
+    changes: Mapping[str, Any] | None = None,
 ) -> Any:
-    """What the job makes of a learner over the ranks of a mesh."""
-    sizes = MESHES[mesh]
-    shared = (job, sizes, beam_config(), weights_of(random_beam(seed)), optimizer, ROWS, dtype, recompute, arguments)
+    """What the job makes of a learner over the ranks of a mesh. ``changes`` are those of the model's shape."""
+    sizes, other = MESHES[mesh], changes or {}
+    weights = weights_of(random_beam(seed, **other))
+    shared = (job, sizes, beam_config(**other), weights, optimizer, ROWS, dtype, recompute, arguments)
     return on_ranks(size_of(sizes), with_learner, *shared)[0]
 
 
@@ -138,6 +140,35 @@ def test_updates_are_those_of_the_torch_learner(mesh: str) -> None:
         np.testing.assert_allclose(
             np.sort(one.learned.logprobs), np.sort(other.learned.logprobs), rtol=TOLERANCE, atol=TOLERANCE
         )
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "no layer with a window": {"layer_types": ["full_attention"] * 3},
+    "no layer without a window": {"layer_types": ["sliding_attention"] * 3, "sliding_window": 1},
+    "no experts": {"mlp_layer_types": ["dense"] * 3},
+    "experts in all layers": {"mlp_layer_types": ["sparse"] * 3, "norm_topk_prob": False},
+    "all experts for each row": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 16},
+    "a layer of two experts": {
+        "num_hidden_layers": 1,
+        "layer_types": ["sliding_attention"],
+        "mlp_layer_types": ["sparse"],
+        "num_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 1,
+    },
+    "odd sizes": {"vocab_size": 66, "hidden_size": 36, "intermediate_size": 50, "moe_intermediate_size": 20},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_models_of_other_shapes_learn_what_they_learn_with_the_torch_learner(shape: str) -> None:
+    ours = run_on("tensor and expert", scenario, batch(), changes=SHAPES[shape])
+    theirs = scenario(torch_learner(random_beam(**SHAPES[shape]), ROWS, parity=False, **OPTIMIZER), batch())
+    for when in ("before", "after"):
+        assert_same_tokens(ours[when], theirs[when])
+    for one, other in zip(ours["stats"], theirs["stats"], strict=True):
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
 
 
 def gradient_of(learner: Learner[Any], folder: Path) -> dict[str, NDArray[np.float64]]:
@@ -302,6 +333,20 @@ def test_an_update_that_is_not_finite_is_not_made(tmp_path: Path) -> None:
     assert second.startswith("the gradient norm is")
     for file in (tmp_path / "before").rglob("*.safetensors"):
         assert (tmp_path / "after" / file.relative_to(tmp_path / "before")).read_bytes() == file.read_bytes()
+
+
+def lost(learner: Any) -> str:
+    """What an update says when the first rank's router holds what is no number."""
+    learner._rank.stage.model.layers["1"].mlp.gate.weight.data[3, 0] = float("nan")
+    with pytest.raises(FloatingPointError) as caught:
+        update(learner, batch())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mesh", ["one rank", "data and expert"])
+def test_weights_of_one_rank_that_are_not_finite_are_an_update_that_is_not(mesh: str) -> None:
+    """Rows still go to experts that there are, and come back: no rank waits for another."""
+    assert run_on(mesh, lost) == "the loss is nan; the update was not made"
 
 
 def nothing(learner: Learner[Any]) -> tuple[StepStats, StepStats]:

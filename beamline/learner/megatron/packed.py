@@ -27,10 +27,9 @@ class Packed:
         rows, starts = borders_B1[-1], packing.cu_seqlens[:-1]
         starts = starts.repeat_interleave(packing.cu_seqlens.diff(), output_size=rows)
         position_ids_1N = (torch.arange(rows, device=device) - starts)[None]
-        rotary = BeamRotaryEmbedding(config).to(device)
-        cos, sin = rotary(torch.empty(0, device=device), position_ids_1N, "sliding_attention")
+        cos_Nd, sin_Nd = _rotations(config, position_ids_1N)
         scale = compute_attention_scaling(position_ids_1N).reshape(-1)
-        return cls(packing, cos[0], sin[0], scale)
+        return cls(packing, cos_Nd, sin_Nd, scale)
 
     def positioned(
         self, query_NHd: Tensor, key_NGd: Tensor, q_weight_d: Tensor, k_weight_d: Tensor, eps: float, rotated: bool
@@ -40,3 +39,13 @@ class Packed:
         if rotated:
             return passes.rotated(*given, self.cos_Nd, self.sin_Nd)
         return passes.scaled(*given, self.scale_N)
+
+
+def _rotations(config: BeamConfig, position_ids_1N: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for layers with a window, one row a position; without columns where there is no such layer."""
+    kind, device = "sliding_attention", position_ids_1N.device
+    if kind not in config.layer_types:
+        none = torch.empty(position_ids_1N.shape[1], 0, device=device)
+        return none, none
+    cos, sin = BeamRotaryEmbedding(config).to(device)(torch.empty(0, device=device), position_ids_1N, kind)
+    return cos[0], sin[0]

@@ -29,9 +29,9 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """What one of ours raised goes on as it is; of anything else there is the traceback."""
+    """What the user can mend goes on as it is, as in one process; of anything else there is the traceback."""
 
-    error: BeamlineError | FloatingPointError | None
+    error: BeamlineError | FloatingPointError | OSError | None
     traceback: str
 
 
@@ -55,7 +55,7 @@ class Ranks:
         """What the method gives, on each rank.
 
         Raises:
-            BeamlineError, FloatingPointError: a rank raised it.
+            BeamlineError, FloatingPointError, OSError: a rank raised it.
             RankFailedError: a rank raised something else, has ended, or did not take part in time.
         """
         if self.broken:
@@ -101,7 +101,7 @@ class Ranks:
         method: Callable[..., Any] = getattr(self._target, name)
         try:
             return method(*arguments)
-        except (BeamlineError, FloatingPointError) as error:
+        except (BeamlineError, FloatingPointError, OSError) as error:
             return _Failure(error, "")
         except Exception:  # noqa: BLE001  whatever it is, the first rank must know
             # Written down at once: if the others wait for this rank inside of the call, nothing is gathered any more.

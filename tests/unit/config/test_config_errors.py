@@ -90,6 +90,11 @@ def test_a_key_that_is_absent_on_purpose_says_what_to_do_instead(problems: Probl
         assert instead in line
 
 
+def test_data_parallel_ranks_are_no_key_but_what_is_left(problems: Problems) -> None:
+    (line,) = problems("name: x", "learner=megatron", "learner.parallel.dp=2")
+    assert line.startswith("override: learner.parallel.dp=2: unknown key; data parallel are the processes that")
+
+
 @pytest.mark.parametrize(
     ("override", "reason"),
     [

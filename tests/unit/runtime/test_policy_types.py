@@ -10,15 +10,16 @@ from beamline.checkpoint import CheckpointStore
 from beamline.config import ConfigError, load_config
 from beamline.config.schema import RunConfig
 from beamline.learner.torch import TorchLearner
+from beamline.model.beam import ModelError
 from beamline.policy import model
 from beamline.policy.weights import named_tensors
 from beamline.runtime import engines
-from beamline.runtime.engines import load_module
+from beamline.runtime.engines import check_model, load_module
 from beamline.runtime.export import export
 from beamline.runtime.subject import find_subject
 from beamline.transfer.local import LocalChannel
 from tests.contract.learning import batch, update
-from tests.tiny_beam import random_beam
+from tests.tiny_beam import beam_config, random_beam
 
 IN_BFLOAT16 = ("policy.dtype=bfloat16", "policy.parity=false")
 ON_A_GPU = ("policy.device=cuda", "policy.parity=false")
@@ -54,6 +55,23 @@ def test_what_is_evaluated_of_a_run_in_bfloat16_is_what_the_learner_computes_wit
     _, learner, checkpoint = trained
     found, own = named_tensors(find_subject(str(checkpoint), ()).weights().module), named_tensors(learner._module)
     assert all(found[name].dtype == own[name].dtype and torch.equal(found[name], own[name]) for name in own)
+
+
+@pytest.mark.parametrize("odd", ["hidden_size", "moe_intermediate_size"])
+def test_experts_that_cannot_be_multiplied_in_bfloat16_are_refused_before_anything_is_loaded(
+    odd: str, tmp_path: Path
+) -> None:
+    beam_config(**{odd: 36}).save_pretrained(tmp_path)
+    settings = [f"model.path={tmp_path}", "rollout.max_prompt_tokens=32", "rollout.max_response_tokens=48"]
+    assert check_model(load_config(None, settings)).moe_layers
+    with pytest.raises(ModelError, match=rf"policy.dtype=bfloat16 .* multiples of 8, and .* has {odd}=36: use"):
+        check_model(load_config(None, [*settings, *IN_BFLOAT16]))
+
+
+def test_a_model_without_experts_has_none_that_cannot_be_multiplied_in_bfloat16(tmp_path: Path) -> None:
+    beam_config(hidden_size=36, mlp_layer_types=["dense"] * 3).save_pretrained(tmp_path)
+    limits = ("rollout.max_prompt_tokens=32", "rollout.max_response_tokens=48")
+    assert not check_model(load_config(None, [f"model.path={tmp_path}", *limits, *IN_BFLOAT16])).moe_layers
 
 
 @pytest.fixture

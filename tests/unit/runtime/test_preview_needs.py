@@ -9,7 +9,7 @@ from beamline.config import load_config
 from beamline.runtime import megatron, vllm
 from beamline.runtime.preview import preview
 
-NO_GPU = "learner.engine=megatron: Megatron-Core needs an NVIDIA GPU, and torch finds none here: use torch on a CPU"
+NO_GPU = "learner.engine=megatron: Megatron-Core needs an NVIDIA GPU, and torch finds none here: use learner=torch"
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def test_the_torch_learner_on_a_gpu_needs_one(tmp_path: Path) -> None:
 def test_the_megatron_learner_needs_megatron_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron, "find_spec", lambda name: None)
     (reason,) = needs(tmp_path, "learner=megatron")
-    assert reason.startswith("learner.engine=megatron: megatron-core is not installed here: pip install")
+    assert reason.startswith("learner.engine=megatron: Megatron-Core is not installed here: make setup-gpu")
 
 
 def test_the_megatron_learner_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
