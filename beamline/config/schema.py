@@ -211,9 +211,7 @@ class OptimizerConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How many ranks of `learner.engine=megatron` share what; those that are left over are data parallel. They are not
-    looked at with `learner.engine=torch`, so that one recipe does for a cluster and a laptop.
-    """
+    """How many ranks of `learner.engine=megatron` share what; what is left over is data parallel. Not for `torch`."""
 
     tp: Positive = 1
     """Tensor parallel: ranks that share each attention and dense layer, and the rows between them."""
