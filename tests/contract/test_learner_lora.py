@@ -153,7 +153,7 @@ def test_a_resumed_learner_makes_the_same_updates_in_other_micro_batches(
     assert snapshot(resumed) == snapshot(whole)
     after = weights(whole)
     for name, found in weights(cut).items():
-        np.testing.assert_allclose(found, after[name], rtol=0, atol=1e-3 * expected.lr, err_msg=name)
+        np.testing.assert_allclose(found, after[name], rtol=0, atol=3e-3 * expected.lr, err_msg=name)
 
 
 def test_an_adapter_that_is_not_used_stops_the_update(

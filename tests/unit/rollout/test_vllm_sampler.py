@@ -16,6 +16,7 @@ from torch import nn
 
 from beamline.config.vllm import TEMPERATURES
 from beamline.records import Completion, Key, Request
+from beamline.rollout.vllm import replica
 from beamline.rollout.vllm.fleet import Fleet
 from beamline.rollout.vllm.messages import Abort, DeviceMemory, Prepared
 from beamline.rollout.vllm.replica import EngineFailedError
@@ -135,6 +136,7 @@ def test_what_hangs_is_killed_and_drawn_again(
     while "the stub hangs" not in (tmp_path / "float32-0.log").read_text():
         assert sampler.poll(0.01) == []
     now = time.monotonic
+    monkeypatch.setattr(replica, "_ATTENTION_SECONDS", 2 * LONG)  # as if this process had looked on all the time
     monkeypatch.setattr(time, "monotonic", lambda: now() + 2 * LONG)
     done = collect(sampler, 3)
     assert sampler.statistics() == counts(1, 3)
