@@ -10,9 +10,8 @@ counts 6 operations for each active parameter and token, as if the pass before i
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -30,12 +29,13 @@ from transformers import BeamConfig
 from beamline.algorithms.loss import LossConfig
 from beamline.config.algorithm import AlgorithmConfig
 from beamline.config.policy import PolicyConfig, Recompute
-from beamline.config.schema import LearnerConfig, OptimizerConfig
+from beamline.config.schema import LearnerConfig, OptimizerConfig, RunConfig
 from beamline.learner.learner import Learner
 from beamline.learner.torch import TorchLearner
 from beamline.policy import model
 from beamline.records import Experience, Key, Rollout, Turn
 from beamline.runtime.determinism import make_deterministic
+from beamline.runtime.megatron import megatron_learner
 from beamline.transfer.local import LocalChannel
 from benchmarks.gpu_vllm import VOCABULARY, large_config, random_module
 from benchmarks.harness import THREADS, Summary, machine, parser
@@ -110,35 +110,21 @@ def memory_in_use() -> int:
     return total - free
 
 
-@contextmanager
 def megatron(
-    config: BeamConfig, folder: Path, settings: LearnerConfig, recompute: Recompute = "none"
-) -> Iterator[Learner[Any]]:
-    """The learner over Megatron-Core, of one rank."""
-    from megatron.core import parallel_state
-    from torch import distributed
-
-    from beamline.learner.megatron.learner import MegatronLearner
-    from beamline.learner.megatron.mesh import Mesh
-    from beamline.learner.megatron.model import Stage, initialize
-    from beamline.learner.megatron.rank import Rank
-    from beamline.learner.megatron.ranks import Ranks
-
-    distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    initialize(Mesh())
-    stage = Stage(config, Mesh(), "bfloat16", torch.device("cuda", 0), recompute)
-    stage.read(folder)
-    rank = Rank(stage, Mesh(), settings, HEAD_ROWS)
-    yield MegatronLearner(rank, Ranks(rank, timedelta(minutes=10).total_seconds()), Mesh(), LocalChannel())
-    parallel_state.destroy_model_parallel()
-    distributed.destroy_process_group()
+    folder: Path, settings: LearnerConfig, recompute: Recompute = "none"
+) -> AbstractContextManager[Learner[Any]]:
+    """The learner over Megatron-Core, of one rank, as a run has it."""
+    run = RunConfig(
+        policy=PolicyConfig(dtype="bfloat16", recompute=recompute, head_chunk_rows=HEAD_ROWS),
+        learner=settings.model_copy(update={"engine": "megatron"}),
+    )
+    return megatron_learner(run, folder, LocalChannel())
 
 
-@contextmanager
-def embedded(config: BeamConfig, folder: Path, settings: LearnerConfig) -> Iterator[Learner[Any]]:
+def embedded(folder: Path, settings: LearnerConfig) -> AbstractContextManager[Learner[Any]]:
     """The torch learner."""
     policy = PolicyConfig(parity=False, dtype="bfloat16", device="cuda", head_chunk_rows=HEAD_ROWS)
-    yield TorchLearner(model.load(folder, "bfloat16"), policy, settings, LocalChannel())
+    return nullcontext(TorchLearner(model.load(folder, "bfloat16"), policy, settings, LocalChannel()))
 
 
 LEARNERS: dict[str, Callable[..., AbstractContextManager[Learner[Any]]]] = {
@@ -247,7 +233,7 @@ def main() -> None:
                 found[name] = of_module(config, active, options.rounds)
             else:
                 bare = memory_in_use()
-                with LEARNERS[name](config, Path(folder), settings) as learner:
+                with LEARNERS[name](Path(folder), settings) as learner:
                     found[name] = of_learner(learner, batches, active, bare)
                 del learner
             options.results.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,20 @@ VOCAB, WINDOW, CONTEXT = 64, 8, 96
 THETA = 100.0
 
 
+LARGER: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "moe_intermediate_size": 128,
+    "max_position_embeddings": 256,
+    "sliding_window": 32,
+}
+"""Changes that make it large enough for kernels of a GPU, those of 8 bits among them."""
+
+
 def beam_config(**changes: Any) -> BeamConfig:
     """The configuration; ``changes`` replace fields."""
     fields: dict[str, Any] = {

@@ -5,9 +5,9 @@ length. Inside a bucket each is aligned to the left, so the filling lies after i
 keeps every real query from seeing it; filled rows are dropped from the result. No token sees another sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from inspect import signature
 from itertools import pairwise
 from typing import Any
@@ -116,15 +116,19 @@ def flash(
     ``cu_seqlens_B1`` are the borders of the sequences, int32 on the device. A query sees ``window`` tokens, itself
     included. Products are scaled by ``scale``, or by ``d ** -0.5``.
     """
+    borders: Any = (cu_seqlens_B1, cu_seqlens_B1, longest, longest)
+    window_size = (-1 if window is None else window - 1, 0)
+    out: Tensor = _varlen()(query_NHd, key_NGd, value_NGd, *borders, scale=scale, window_size=window_size)
+    return out
+
+
+@cache
+def _varlen() -> Callable[..., Any]:
+    """torch's function, told that key heads are shared: from 2.12 on it wants to be, the one before just takes them."""
     from torch.nn.attention.varlen import varlen_attn
 
-    borders: Any = (cu_seqlens_B1, cu_seqlens_B1, longest, longest)
-    # torch from 2.12 on wants to be told that key heads are shared; the one before takes them without a word.
-    shared: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-    window_size = (-1 if window is None else window - 1, 0)
-    attend: Any = varlen_attn
-    out: Tensor = attend(query_NHd, key_NGd, value_NGd, *borders, scale=scale, window_size=window_size, **shared)
-    return out
+    shares = "enable_gqa" in signature(varlen_attn).parameters
+    return partial(varlen_attn, enable_gqa=True) if shares else varlen_attn
 
 
 def attend(

@@ -54,7 +54,6 @@ def check_megatron(config: RunConfig, shape: BeamShape) -> None:
     parallel = config.learner.parallel
     check_mesh(shape, Mesh(parallel.tp, parallel.ep, parallel.pp))  # before so many processes are asked for
     mesh = mesh_of_run(config)
-    check_mesh(shape, mesh)
     here = launched().local_size
     if here != mesh.size:
         reason = (

@@ -12,12 +12,14 @@ from beamline.config.policy import Recompute
 from beamline.config.schema import LearnerConfig, OptimizerConfig
 from beamline.learner.learner import Learner
 from beamline.model.layout import DType
-from beamline.model.lora import LoraShape
 from beamline.policy.weights import named_tensors
 from beamline.transfer.local import LocalChannel
 from tests.cluster.ranks import on_cpu
 
 Weights = Mapping[str, Tensor]
+
+LACKING = {"reference": "a reference model", "lora": "adapters", "r3": "route replay"}
+"""What the learner does not have yet, by the setting of the contract that asks for it."""
 
 
 def weights_of(module: nn.Module) -> Weights:
@@ -77,19 +79,29 @@ def with_learner(
 
 
 @contextmanager
-def one_rank_in_this_process() -> Iterator[None]:
-    """Process groups of a single rank, and Megatron-Core on the CPU, as long as this lasts."""
-    import torch._dynamo
+def one_rank(backend: str) -> Iterator[None]:
+    """Process groups of a single rank, in this process, as long as this lasts."""
     from megatron.core import parallel_state
 
-    patch = on_cpu()
-    patch.setattr(torch._dynamo.config, "disable", True)  # Megatron-Core's compiled functions, which are for GPUs
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def one_rank_on_the_cpu() -> Iterator[None]:
+    """The same, and Megatron-Core on the CPU."""
+    import torch._dynamo
+
+    patch = on_cpu()
+    patch.setattr(torch._dynamo.config, "disable", True)  # Megatron-Core's compiled functions, which are for GPUs
+    try:
+        with one_rank("gloo"):
+            yield
+    finally:
         patch.undo()
 
 
@@ -97,24 +109,21 @@ def megatron_learner(
     module: nn.Module,
     micro_batch_tokens: int = 4096,
     channel: LocalChannel | None = None,
-    reference: nn.Module | None = None,
-    lora: LoraShape | None = None,
-    b: float = 0.0,
-    dropout: float = 0.0,
-    r3: bool = False,
     recompute: bool = False,
-    **optimizer: Any,
+    **settings: Any,
 ) -> Learner[Any]:
-    """A learner of one rank for a test of the contract, which is skipped if it asks for what there is none of yet."""
+    """A learner of one rank for a test of the contract, which is skipped if it asks for what there is none of yet.
+
+    What else is set is of the optimizer.
+    """
     from beamline.learner.megatron.learner import MegatronLearner
     from beamline.learner.megatron.mesh import Mesh
     from beamline.learner.megatron.ranks import Ranks
 
-    lacking = {"a reference model": reference is not None, "adapters": lora is not None, "route replay": r3}
-    if asked := [what for what, wanted in lacking.items() if wanted]:
+    if asked := [what for setting, what in LACKING.items() if settings.pop(setting, None)]:
         pytest.skip(f"the Megatron learner does not have {' and '.join(asked)} yet")
     mesh, config = Mesh(), cast(Any, module).config
     rank = rank_of(
-        mesh, config, weights_of(module), optimizer, micro_batch_tokens, recompute="full" if recompute else "none"
+        mesh, config, weights_of(module), settings, micro_batch_tokens, recompute="full" if recompute else "none"
     )
     return MegatronLearner(rank, Ranks(rank, deadline_seconds=120), mesh, channel or LocalChannel())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from beamline.runtime.determinism import make_deterministic
-from tests.cluster.learner import megatron_learner, one_rank_in_this_process
+from tests.cluster.learner import megatron_learner, one_rank_on_the_cpu
 from tests.contract.engines import LearnerFactory, PairFactory, with_local_sampler
 from tests.contract.learning import batch, update
 from tests.contract.test_learner import *  # noqa: F403
@@ -35,7 +35,7 @@ def pair_factory() -> PairFactory:
 def _alone() -> Iterator[None]:
     strict = torch.are_deterministic_algorithms_enabled()
     make_deterministic(threads=1)
-    with one_rank_in_this_process():
+    with one_rank_on_the_cpu():
         yield
     torch.use_deterministic_algorithms(strict)
 

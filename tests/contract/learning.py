@@ -55,6 +55,11 @@ def experience(
     return Experience(rollout, advantage)
 
 
+def of_lengths(lengths: Sequence[int]) -> list[Experience]:
+    """Sequences of so many tokens, with a prompt of one, and advantages of both signs."""
+    return [experience(1, length - 1, seed, 1.0 - seed % 3) for seed, length in enumerate(lengths)]
+
+
 def batch() -> list[Experience]:
     """Ragged sequences, shorter and longer than the window, at two temperatures; one was cut at its limit."""
     return [

@@ -20,29 +20,19 @@ from beamline.policy import model
 from beamline.records import Experience
 from beamline.starter import STARTER
 from beamline.transfer.local import LocalChannel
-from tests.cluster.learner import rank_of, weights_of
+from tests.cluster.learner import one_rank, rank_of, weights_of
 from tests.contract.engines import torch_learner
-from tests.contract.learning import GRADIENT, batch, experience, snapshot, update, updated_gradient
+from tests.contract.learning import GRADIENT, batch, of_lengths, snapshot, update, updated_gradient
 from tests.gpu.beside_module import assert_as_near_to_float32
 from tests.replay import recorded, replayed
-from tests.tiny_beam import random_beam
+from tests.tiny_beam import LARGER, random_beam
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 DEVICE, BACKEND = "cuda", "nccl"
 ROWS = 512
 UPDATES = 50
-SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "moe_intermediate_size": 128,
-    "max_position_embeddings": 1024,
-    "sliding_window": 32,
-}
+SIZES = LARGER | {"max_position_embeddings": 1024}
 
 
 @contextmanager
@@ -50,28 +40,20 @@ def megatron(
     module: nn.Module, dtype: DType, recompute: Recompute = "none", **optimizer: Any
 ) -> Iterator[Learner[Any]]:
     """A learner with a module's weights."""
-    from megatron.core import parallel_state
-    from torch import distributed
-
     from beamline.learner.megatron.learner import MegatronLearner
     from beamline.learner.megatron.mesh import Mesh
     from beamline.learner.megatron.ranks import Ranks
 
-    alone = distributed.HashStore()  # type: ignore[attr-defined]
-    distributed.init_process_group(BACKEND, store=alone, rank=0, world_size=1)
-    try:
+    with one_rank(BACKEND):
         config: Any = module.config
         rank = rank_of(Mesh(), config, weights_of(module), optimizer, ROWS, dtype, recompute, DEVICE)
         yield MegatronLearner(rank, Ranks(rank, deadline_seconds=60), Mesh(), LocalChannel())
-    finally:
-        parallel_state.destroy_model_parallel()
-        distributed.destroy_process_group()
 
 
 def ragged() -> list[Experience]:
     """Sequences of 2 tokens up to more than a micro-batch, far longer than the window."""
     lengths = [2, 3, 700, *np.random.default_rng(0).integers(4, 400, 20).tolist()]
-    return [experience(1, length - 1, seed, 1.0 - seed % 3) for seed, length in enumerate(lengths)]
+    return of_lengths(lengths)
 
 
 @pytest.mark.parametrize("changes", [{"mlp_layer_types": ["dense"] * 3}, {}], ids=["dense", "experts"])

@@ -13,7 +13,7 @@ from beamline.model.layout import DType
 from beamline.records import Experience
 from tests.cluster.learner import weights_of, with_learner
 from tests.contract.engines import torch_learner
-from tests.contract.learning import experience, update
+from tests.contract.learning import of_lengths, update
 from tests.gpu.meshes import on_gpus
 from tests.tiny_beam import beam_config, random_beam, reference, teacher_forced
 
@@ -41,7 +41,7 @@ Found = tuple[np.ndarray, list[tuple[float, float]]]
 
 def sequences() -> list[Experience]:
     lengths = [2, 300, *np.random.default_rng(0).integers(3, 120, 14).tolist()]
-    return [experience(1, length - 1, seed, 1.0 - seed % 3) for seed, length in enumerate(lengths)]
+    return of_lengths(lengths)
 
 
 def scenario(learner: Learner[Any]) -> Found:

@@ -23,8 +23,8 @@ from beamline.transfer.plan import plan
 from beamline.transfer.source import Tensors
 from tests.contract.sampling import run
 from tests.gpu.engines import launch, launch_on_one_device
-from tests.gpu.test_vllm_weights import POSITIONS, SIZES
-from tests.tiny_beam import random_beam
+from tests.gpu.test_vllm_weights import POSITIONS
+from tests.tiny_beam import LARGER, random_beam
 
 SPREADS: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -62,12 +62,12 @@ def give(sampler: VllmSampler, module: torch.nn.Module) -> None:
 def samplers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, int], VllmSampler]]:
     """By spread and number of GPUs; the engines begin with other weights than those that they are given then."""
     folder = tmp_path_factory.mktemp("ranks") / "model"
-    model.save(random_beam(1, **SIZES), folder, "float32")
+    model.save(random_beam(1, **LARGER), folder, "float32")
     gpus = [1] if torch.cuda.device_count() == 1 else [1, 2]
     wanted = [(name, count) for name in SPREADS for count in gpus]
     with ThreadPoolExecutor(len(wanted)) as pool:
         started = list(pool.map(lambda each: start(folder, each[1] == 1, SPREADS[each[0]]), wanted))
-    module = random_beam(**SIZES).to("cuda")
+    module = random_beam(**LARGER).to("cuda")
     for sampler in started:
         give(sampler, module)
     yield dict(zip(wanted, started, strict=True))
@@ -77,7 +77,7 @@ def samplers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[st
 
 def forced(sampler: VllmSampler) -> list[Completion]:
     """A token after each beginning of given sequences."""
-    sequences = [np.random.default_rng(i).integers(0, SIZES["vocab_size"], LENGTH).astype(np.int32) for i in range(8)]
+    sequences = [np.random.default_rng(i).integers(0, LARGER["vocab_size"], LENGTH).astype(np.int32) for i in range(8)]
     return run(
         sampler,
         [

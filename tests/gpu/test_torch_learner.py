@@ -16,7 +16,7 @@ from beamline.policy.weights import named_tensors
 from beamline.records import Experience
 from tests.adapters import PER_EXPERT
 from tests.contract.engines import torch_learner
-from tests.contract.learning import assert_only_experts_with_rows_change, batch, experience, snapshot, update
+from tests.contract.learning import assert_only_experts_with_rows_change, batch, of_lengths, snapshot, update
 from tests.gpu.beside_module import assert_as_near_to_float32
 from tests.tiny_beam import CONTEXT, random_beam
 
@@ -33,7 +33,7 @@ def learner_of(module: nn.Module, **settings: Any) -> TorchLearner:
 def ragged() -> list[Experience]:
     """Sequences of 2 tokens up to all that the model takes, far longer than the window."""
     lengths = [2, CONTEXT, *np.random.default_rng(0).integers(3, CONTEXT, 22).tolist()]
-    return [experience(1, length - 1, seed, 1.0 - seed % 3) for seed, length in enumerate(lengths)]
+    return of_lengths(lengths)
 
 
 def after(learner: TorchLearner, updates: int) -> TorchLearner:

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,20 +26,8 @@ from beamline.transfer.local import LocalChannel
 from beamline.transfer.plan import plan
 from beamline.transfer.source import Tensors
 from tests.gpu.engines import launch
-from tests.tiny_beam import random_beam, reference, teacher_forced
+from tests.tiny_beam import LARGER, random_beam, reference, teacher_forced
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "moe_intermediate_size": 128,
-    "max_position_embeddings": 256,
-    "sliding_window": 32,
-}
-"""Large enough for kernels of 8 bits."""
 QUANTIZATIONS = ("none", "fp8_per_tensor")
 POSITIONS = 128
 
@@ -50,7 +37,7 @@ _steps = itertools.count()
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("weights") / "model"
-    model.save(random_beam(**SIZES), path, "bfloat16")
+    model.save(random_beam(**LARGER), path, "bfloat16")
     return path
 
 
@@ -81,7 +68,7 @@ def ask(prompts: int, length: int) -> list[Request]:
 
 
 def prompt(number: int) -> NDArray[np.int32]:
-    return np.random.default_rng(number).integers(0, SIZES["vocab_size"], 20).astype(np.int32)
+    return np.random.default_rng(number).integers(0, LARGER["vocab_size"], 20).astype(np.int32)
 
 
 def drawn(fleet: Fleet, prompts: int = 8, length: int = 24) -> list[Completion]:
@@ -120,7 +107,7 @@ def test_what_we_put_there_is_what_vllm_loads_from_the_folder(
 ) -> None:
     """Other weights in between, and those of the folder again: the same bits. Quantized on arrival, where it is."""
     fleet = fleets[quantization]
-    given(fleet, random_beam(1, **SIZES))
+    given(fleet, random_beam(1, **LARGER))
     assert not same_bits(loaded_by_vllm[quantization], drawn(fleet))
     given(fleet, model.load(folder, "bfloat16"))
     assert same_bits(loaded_by_vllm[quantization], drawn(fleet))
@@ -172,7 +159,7 @@ def test_tensors_on_the_device_arrive_like_those_of_the_host(
     fleet, stored = fleets[quantization], model.load(folder, "bfloat16")
     given(fleet, stored)
     from_host = drawn(fleet)
-    given(fleet, random_beam(1, **SIZES))
+    given(fleet, random_beam(1, **LARGER))
     given(fleet, stored.cuda(), bucket_bytes)
     assert same_bits(from_host, drawn(fleet))
 
@@ -185,6 +172,6 @@ def test_tensors_of_the_host_arrive_through_a_group_too(
     fleet, stored = fleets[quantization], model.load(folder, "bfloat16")
     given(fleet, stored)
     through_memory = drawn(fleet)
-    given(fleet, random_beam(1, **SIZES))
+    given(fleet, random_beam(1, **LARGER))
     given(fleet, stored, group_seconds=60.0)
     assert same_bits(through_memory, drawn(fleet))

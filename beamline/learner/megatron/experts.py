@@ -41,18 +41,18 @@ class Experts(nn.Module):
         The order of the sum is that of the choice, whichever ranks the experts are on.
         """
         order, back, ends = sorted_by_expert(chosen_NK, self._all)
-        sent = ends.diff(prepend=ends.new_zeros(1))
         # What goes to other ranks is not kept here in any case.
         make = self._make if self._ranks.size() == 1 else kept
         rows, used = make(gather, x_ND, order // chosen_NK.shape[1], back, chosen_NK.shape[1])
-        outer = used(self._at_experts(rows, sent))
+        outer = used(self._at_experts(rows, ends))
         return mixed(outer, weights_NK, order, back)
 
-    def _at_experts(self, rows: Tensor, sent: Tensor) -> Tensor:
-        """What experts make of rows in the order of their experts, ``sent[e]`` for expert e."""
-        if self._ranks.size() == 1:
-            return self._own_experts(rows, sent)
+    def _at_experts(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """What experts make of rows in the order of their experts, of which those of expert e end at ``ends[e]``."""
         ranks = self._ranks.size()
+        if ranks == 1:
+            return self._own_experts(rows, ends)
+        sent = ends.diff(prepend=ends.new_zeros(1))
         received = torch.empty_like(sent)  # [rank, own expert]
         all_to_all_single(received, sent, group=self._ranks)
         out_splits, in_splits = torch.stack([sent, received]).view(2, ranks, -1).sum(2).tolist()
@@ -60,11 +60,11 @@ class Experts(nn.Module):
         numbers = torch.arange(self._own, device=rows.device).repeat(ranks)
         order = numbers.repeat_interleave(received, output_size=sum(in_splits)).argsort(stable=True)
         back = inverse(order)
-        outer = self._own_experts(gather(rows, order, back, 1), received.view(ranks, -1).sum(0))
+        own_ends = received.view(ranks, -1).sum(0).cumsum(0, dtype=torch.int32)
+        outer = self._own_experts(gather(rows, order, back, 1), own_ends)
         return cast(Tensor, all_to_all(self._ranks, gather(outer, back, order, 1), out_splits, in_splits))
 
-    def _own_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        ends = counts.cumsum(0, dtype=torch.int32)
+    def _own_experts(self, rows: Tensor, ends: Tensor) -> Tensor:
         inner, used = self._make(swiglu, grouped_linear(rows, self.gate_up_proj, ends))
         return used(grouped_linear(inner, self.down_proj, ends))
 
